@@ -1,0 +1,34 @@
+# One command each: everything is set up in .venv on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TEST_JOBS ?= 2
+
+.PHONY: demo test prove lint clean
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -e '.[test,verify]'
+	@# Equality proofs need a CPU build of torch; where none is to be had, those tests are skipped and say so.
+	-$(BIN)/python -m pip install -q torch==2.13.0
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_text.py
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(TEST_JOBS) -m 'not prove'
+
+prove: $(STAMP)
+	$(BIN)/python -m pytest -m prove
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
