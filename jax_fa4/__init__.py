@@ -1,0 +1,16 @@
+"""FlashAttention-4 for JAX: public names only. Importing this imports neither the CuTe DSL nor Flax."""
+
+from jax_fa4.api import attention, attention_varlen, implementation_used, is_supported
+from jax_fa4.config import config
+from jax_fa4.spec import Unsupported
+from jax_fa4.version import __version__
+
+__all__ = [
+    "Unsupported",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "config",
+    "implementation_used",
+    "is_supported",
+]
