@@ -24,12 +24,9 @@ FORMAT_VERSION = 1
 HEAD = struct.Struct("<8sIIQ")
 DIGEST_BYTES = 32
 
-# What the host half of an object may use, by machine. A baseline, so that an object (and its key) does not depend on
-# the processor that built it: the DSL's own choice is the build machine's (AVX-512 was seen), which others may lack.
-HOST_TARGETS = {
-    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64-v2",
-    "aarch64": "linux-aarch64",
-}
+# The host target of a machine, as `ffi.compile` names them: a baseline of its architecture, so that an object and its
+# key do not depend on the processor that built it.
+HOST_TARGETS = {"x86_64": "x86-64-v2", "aarch64": "linux-aarch64"}
 
 
 class CorruptArtifact(ValueError):

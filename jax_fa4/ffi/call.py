@@ -30,32 +30,26 @@ class Callable_(Protocol):
     def extents(self, shapes: dict[str, int]) -> dict[str, int]: ...
 
 
-class CompilerMissing(RuntimeError):
-    """No store holds the kernel and the DSL that would build it is not installed."""
-
-
 def compiled(plan: Any, where: store.Store | None = None) -> Artifact:
-    """The plan's artifact from the process's store, built if it is not there. CompilerMissing without the DSL."""
+    """The plan's artifact from a store (the process's own by default), built by `ffi.compile` if it is not there.
+
+    CompilerMissing, with the folders that were looked at, where there is neither the entry nor the DSL.
+    """
     where = store.default_store() if where is None else where
-    return where.get(plan, build=_build(where))
-
-
-def _build(where: store.Store) -> store.Build:
-    """`ffi.compile.build`, imported only when something has to be built."""
 
     def build(plan: Any, *, host_target: str) -> Any:
-        if store.installed_dsl() is None:
+        from jax_fa4.ffi import compile as compiler  # only now: a filled store needs no compiler
+
+        try:
+            return compiler.build(plan, host_target=host_target)
+        except compiler.CompilerMissing as error:
             folders = ", ".join(map(str, where.folders)) or "none"
-            raise CompilerMissing(
-                f"the kernel {where.key(plan)[:16]}... for {plan.arch} is in no store (folders: {folders}) and the CuTe"
-                ' DSL that compiles it is not installed: pip install "jax_fa4[cuda13]" (or [cuda12]), or set'
-                f" {store.ENV} to a precompiled store of this version. Plan: {plan!r}"
-            )
-        from jax_fa4.ffi import compile as compiler
+            raise compiler.CompilerMissing(
+                f"the kernel for {plan.arch} is in no store and cannot be built: {error}. Folders looked at: {folders}"
+                f" (set {store.ENV} to others); entry {where.key(plan)[:16]}..., plan {plan!r}"
+            ) from None
 
-        return compiler.build(plan, host_target=host_target)
-
-    return build
+    return where.get(plan, build=build)
 
 
 def call(

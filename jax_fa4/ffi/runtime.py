@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ENV = "JAX_FA4_RUNTIME"
-DSL_ENV = "CUTE_DSL_LIBS"  # set by the DSL itself when it is imported: the copy that it has chosen
+DSL_ENV = "CUTE_DSL_LIBS"  # the DSL's own override: its choice then, and so ours
 LIBRARY = "libcute_dsl_runtime.so"
 PREFIX = "CuteDSLRT_NvJaxCutlassCall"
 TARGET = PREFIX + "_v2"
@@ -88,7 +88,7 @@ def _installed() -> Iterator[Library]:
 def find() -> Library:
     """The library to use, or RuntimeMissing.
 
-    Order: JAX_FA4_RUNTIME; the copy that the DSL has chosen in this process; the installed copy of the jax plugin's
+    Order: JAX_FA4_RUNTIME; the copy that the DSL is told to use (CUTE_DSL_LIBS); the installed copy of the jax plugin's
     CUDA version; any other installed one, newest first.
     """
     if named := os.environ.get(ENV):

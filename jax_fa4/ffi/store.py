@@ -8,6 +8,7 @@ warning.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -46,15 +47,18 @@ class HasArch(Protocol):
 
 
 class HasObject(Protocol):
-    """What a build function returns (`ffi.compile.Built`)."""
+    """What a build function returns (`ffi.compile.Built`). Facts: a dataclass or a dict, of what JSON can hold."""
 
     @property
     def object(self) -> bytes: ...
     @property
-    def facts(self) -> dict[str, Any]: ...
+    def facts(self) -> Any: ...
 
 
 Build = Callable[..., HasObject]  # build(plan, host_target=...), as `ffi.compile.build`
+
+
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class StoreWarning(UserWarning):
@@ -95,7 +99,7 @@ class Store:
     def __init__(self, folders: Iterable[str | Path] = (), *, host_target: str | None = None, package: Path = PACKAGE):
         paths = [Path(f).expanduser() for f in folders]
         self.host_target = default_host_target() if host_target is None else host_target
-        self._package = package
+        self.package = package
         self._sources = sources_digest(package)
         self._lock = threading.Lock()
         self._memory: dict[str, Artifact] = {}
@@ -225,7 +229,7 @@ class Store:
                 object=bytes(built.object),
                 key=key,
                 versions=self.versions,
-                facts=dict(built.facts),
+                facts=_plain(built.facts),
             )
             self._write(key, artifact)
             return artifact
@@ -256,27 +260,16 @@ class Store:
         """Whole or not at all: a temporary file, synced, renamed over whatever stood there."""
         if self._home is None:
             return
-        if sources_digest(self._package) != self._sources:
+        if sources_digest(self.package) != self._sources:
             # The process may have run either the old text or the new: its bytes belong to neither key.
             self._warn_once("edited", "jax_fa4: kernel sources changed while this process ran; entries stay in memory")
             return
-        temporary = self._home / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
         try:
-            for stale in self._home.glob(f".{key}.*.tmp"):  # of a builder that was killed: the lock says nobody writes
+            for stale in self._home.glob(f".{key}{SUFFIX}.*.tmp"):  # left by a builder that was killed
                 with suppress(OSError):
                     if time.time() - stale.stat().st_mtime > LOCK_SECONDS:
                         stale.unlink()
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(artifact.to_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._home / (key + SUFFIX))
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            write_atomically(self._home / (key + SUFFIX), artifact.to_bytes())
         except OSError as error:
             self._warn_once("write", f"jax_fa4: cannot write to the store {self._home}: {error}; going on in memory")
 
@@ -316,7 +309,28 @@ class Store:
             return file.read()
 
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+def write_atomically(path: Path, data: bytes) -> None:
+    """The file whole or as it was, also after a crash: a private temporary file beside it, synced, renamed over it."""
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _plain(facts: Any) -> dict[str, Any]:
+    """Facts as they come back from disk, so that an artifact is the same wherever it comes from."""
+    facts = dataclasses.asdict(facts) if dataclasses.is_dataclass(facts) and not isinstance(facts, type) else facts
+    plain = json.loads(json.dumps(facts, allow_nan=False))
+    assert isinstance(plain, dict), f"facts must be named; they are {facts!r}"
+    return plain
 
 
 def _writable_by_others(status: os.stat_result) -> str | None:
