@@ -32,7 +32,7 @@ def manual() -> list[str]:
             "this Python comes without the module pydoc_data.topics, which holds the text that this example trains on;"
             " a CPython from python.org, a distribution's full package or conda has it"
         ) from error
-    paragraphs = (p for topic in sorted(topics) for p in topics[topic].split("\n\n"))
+    paragraphs = (p.strip("\n") for topic in sorted(topics) for p in topics[topic].split("\n\n"))
     return list(dict.fromkeys(p for p in paragraphs if p.strip()))
 
 
