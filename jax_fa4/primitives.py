@@ -162,11 +162,11 @@ def _kernel_operands(ops: Operands) -> dict[str, Any]:
 
 
 def _run(plan: Any, operands: dict[str, Any]) -> dict[str, Any]:
-    from jax_fa4.ffi import call, store
+    from jax_fa4.ffi import call
 
     (b, t, n, _), (_, s, k, _) = operands["q"].shape, operands["k"].shape
     with jax.named_scope(f"fa4_{plan.direction}_{plan.arch}_d{plan.depth}"):
-        return call.call(plan, store.get(plan), operands, {"B": b, "T": t, "S": s, "N": n, "K": k})
+        return call.call(plan, call.compiled(plan), operands, {"B": b, "T": t, "S": s, "N": n, "K": k})
 
 
 # ---- abstract evaluation -------------------------------------------------------------------------------------------
