@@ -1,0 +1,34 @@
+"""What every role of the forward may read. Nothing here changes after the prologue."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """State that moves is not here: it is returned and rebound."""
+
+    plan: Any
+    warp: Any  # uniform warp index
+    thread: Any  # within the CTA
+    tile: Any  # pair of query tiles
+    head: Any
+    kv_head: Any
+    batch: Any
+    last: Any  # key blocks are visited from last - 1 downward,
+    blocks: Any  # so many of them, at least one
+    queries: Any  # T
+    keys: Any  # S
+    band: Any  # mask.Band of this example; left and right are None in a plan without a band
+    before: Any  # soft cap: scores are multiplied by this and go through tanh; else None
+    scale: Any  # what then turns scores into log2 units
+    sink: Any  # this head's, in log2 units; else None
+    q: Any  # (copy atom, coordinate tensor, shared tensor), likewise k, v, out
+    k: Any
+    v: Any
+    out: Any
+    lse: Any  # pointer to the row of this head
+    stats: Any  # shared float32: [2][128] factor, finally row sum; then [2][128] row maximum
+    tmem: Any  # base of the 512 columns
+    full: Any  # ring name -> pointer to its barriers
+    empty: Any

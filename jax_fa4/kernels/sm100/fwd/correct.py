@@ -1,0 +1,109 @@
+"""The correction warpgroup: rescales O between products where a row's maximum moved, and normalises it at the end."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.sm100 import tmem
+from jax_fa4.kernels.sm100.fwd.plan import GROUP
+from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
+
+CHUNK = 16  # columns of O in registers at a time; more would not fit beside the other roles' shares
+WIDE = 32  # likewise at the end
+LN2 = 0.6931471805599453
+
+
+def _times(line, factor):
+    for c in range(0, cute.size(line), 2):
+        line[c], line[c + 1] = cute.arch.mul_packed_f32x2((line[c], line[c + 1]), (factor, factor))
+
+
+@cute.jit
+def _rescale(base, depth: cutlass.Constexpr, thread, factor):
+    """O *= factor, row by row, in tensor memory."""
+    for c in cutlass.range_constexpr(0, depth, CHUNK):
+        line = tmem.read(base + c, CHUNK, thread)
+        tmem.loaded()
+        _times(line, factor)
+        tmem.write(base + c, line, thread)
+    tmem.stored()
+
+
+@cute.jit
+def _settle(ctx, total, peak):
+    """(factor of O, log-sum-exp in log2 units, whether the row is dead) from the row's sum and maximum.
+
+    A sink is one more term of the sum. It is added relative to the larger of it and the maximum, so that a large sink
+    does not overflow; the factor of O carries that shift.
+    """
+    dead = total == 0.0
+    high = peak * ctx.scale
+    if const_expr(ctx.sink is None):
+        return 1.0 / total, high + cute.math.log2(total, fastmath=True), dead
+    top = ctx.sink if dead else cute.arch.fmax(high, ctx.sink)
+    shift = Float32(0) if dead else cute.math.exp2(high - top, fastmath=True)
+    all = total * shift + cute.math.exp2(ctx.sink - top, fastmath=True)
+    return shift / all, top + cute.math.log2(all, fastmath=True), dead
+
+
+@cute.jit
+def _finish(ctx, s: cutlass.Constexpr, thread):
+    """O / row sum to shared memory, log-sum-exp to global memory.
+
+    A row that sees no key gives 0 and -inf, or its sink. 0 is selected, not multiplied: queries past the length may
+    have left NaN in O.
+    """
+    plan = ctx.plan
+    factor, lse, dead = _settle(ctx, ctx.stats[s * GROUP + thread], ctx.stats[(2 + s) * GROUP + thread])
+    cute.arch.mbarrier_wait(ctx.full["acc"] + s, 0)
+    after_wait()
+    row, kind = ctx.out[2][thread, None, s], DTYPES[plan.dtype]
+    for c in cutlass.range_constexpr(0, plan.inner_value, WIDE):
+        line = tmem.read(ctx.tmem + plan.at("o", s) + c, WIDE, thread)
+        tmem.loaded()
+        _times(line, factor)
+        for j in cutlass.range_constexpr(WIDE):
+            line[j] = Float32(0) if dead else line[j]
+        half = cute.make_rmem_tensor(WIDE, kind)
+        half.store(line.load().to(kind))
+        for j in cutlass.range_constexpr(0, WIDE, 8):  # 16 bytes
+            part = cute.make_tensor(half.iterator + j, cute.make_layout(8))
+            cute.autovec_copy(part, cute.local_tile(row, (8,), ((c + j) // 8,)))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.mbarrier_arrive(ctx.full["final"] + s)
+    to, at = ctx.lse, (2 * ctx.tile + s) * plan.tile + thread
+    if at < ctx.queries:
+        to[at] = lse * LN2
+
+
+@cute.jit
+def correct(ctx):
+    plan = ctx.plan
+    thread, warp = ctx.thread % GROUP, ctx.warp - plan.CORRECT
+    stats = ctx.stats
+    for s in cutlass.range_constexpr(2):
+        cute.arch.mbarrier_arrive(ctx.full["probs"] + s)  # O is free: the first product overwrites it
+    for s in cutlass.range_constexpr(2):  # the first block has nothing to rescale
+        cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
+        if const_expr(s == 0):
+            cute.arch.mbarrier_arrive(ctx.empty["stats"])
+    for _ in cutlass.range(1, ctx.blocks, unroll=1):
+        for s in cutlass.range_constexpr(2):
+            cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
+            factor = stats[s * GROUP + thread]
+            after_wait()
+            if const_expr(plan.lazy > 0):
+                if cute.arch.vote_any_sync(factor < 1.0):
+                    _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
+            else:
+                _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
+            before_arrive()
+            cute.arch.mbarrier_arrive(ctx.full["probs"] + s)
+            # Crosswise: a group ends its step after the other's statistics were read, so the two alternate, and do
+            # not compete for MUFU, without a lock around the exponentials.
+            cute.arch.mbarrier_arrive(ctx.empty["stats"] + 1 - s)
+    cute.arch.mbarrier_arrive(ctx.empty["stats"] + 1)
+    for s in cutlass.range_constexpr(2):
+        cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
+        _finish(ctx, s, thread)

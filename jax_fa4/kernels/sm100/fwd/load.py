@@ -1,0 +1,50 @@
+"""The load warp: both query tiles once, then K and V blocks from the last to the first through one ring."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from jax_fa4.kernels.common.ring import start, step, wait
+from jax_fa4.kernels.sm100.fwd import operands
+
+
+def _tiles(operand, mine, head, batch, shape, rest):
+    """(atom, shared tiles, global tiles) of one head for `cute.copy`."""
+    atom, coords, shared = operand
+    pieces = mine(cute.local_tile(coords[None, None, head, batch], shape, rest))
+    to, source = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(pieces, 0, 3)
+    )
+    return atom, to, source
+
+
+@cute.jit
+def _fetch(tiles, which, stage, barrier, size: cutlass.Constexpr):
+    """Starts bringing one tile; `barrier` completes when its bytes are there. The copy elects a lane itself."""
+    atom, to, source = tiles
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+    cute.copy(atom, source[None, which], to[None, stage], tma_bar_ptr=barrier)
+
+
+@cute.jit
+def load(ctx):
+    plan = ctx.plan
+    n, d, dv = plan.tile, plan.inner, plan.inner_value
+    scores, output = operands.scores(plan).get_slice(0), operands.output(plan).get_slice(0)
+    q = _tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (n, d), (None, 0))
+    k = _tiles(ctx.k, scores.partition_B, ctx.kv_head, ctx.batch, (n, d), (None, 0))
+    v = _tiles(ctx.v, output.partition_B, ctx.kv_head, ctx.batch, (dv, n), (0, None))
+    full, empty = ctx.full["kv"], ctx.empty["kv"]
+    at = start(1)
+    for i in cutlass.range(ctx.blocks, unroll=1):
+        which = ctx.last - 1 - i
+        wait(empty, at)
+        _fetch(k, which, at.index, full + at.index, plan.key_bytes)
+        if i == 0:
+            for s in cutlass.range_constexpr(2):
+                _fetch(q, 2 * ctx.tile + s, s, ctx.full["q"] + s, plan.key_bytes)
+        at = step(at, plan.stages)
+        wait(empty, at)
+        _fetch(v, which, at.index, full + at.index, plan.value_bytes)
+        at = step(at, plan.stages)

@@ -1,0 +1,53 @@
+"""Which key blocks a CTA visits, and -inf for what a row does not see. Every role has its trip count from `visited`."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles
+
+WORD = 32  # columns whose visibility one register holds
+
+
+@cute.jit
+def visited(plan: cutlass.Constexpr, tile, band):
+    """(last, how many): blocks last - how many ... last - 1 cover every key that any row of the pair of tiles sees.
+
+    At least one block, even where nothing is seen: wholly masked it leaves out = 0 and lse = -inf, so no role has an
+    empty path.
+    """
+    first, last = key_tiles(tile, (2 * plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
+    blocks = cutlass.max(Int32(last) - Int32(first), 1)
+    return first + blocks, blocks
+
+
+def _from(column):
+    """Bits of the columns >= column of a word; column may lie on either side of it. PTX shifts clamp at 32."""
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(0xFFFFFFFF), cutlass.max(column, 0)],
+    )
+
+
+@cute.jit
+def hide(ctx, s, thread, which, line):
+    """-inf in the hidden columns of this thread's row of scores against key block `which`. Only edge blocks pay.
+
+    A row at or past the query length is not hidden here: its result is dropped at the end.
+    """
+    plan, band = ctx.plan, ctx.band
+    n = plan.tile
+    top, key = (2 * ctx.tile + s) * n, which * n
+    inside = all_keys_visible((top, top + n - 1), (key, key + n - 1), band, plan.band)
+    if not inside:
+        end, begin = band.kv_len - key, None
+        if const_expr(plan.band):
+            middle = top + thread + band.offset - key
+            end, begin = cutlass.min(end, middle + band.right + 1), middle - band.left
+        for c in cutlass.range_constexpr(0, n, WORD):
+            keep = ~_from(end - c)
+            if const_expr(begin is not None):
+                keep = keep & _from(begin - c)
+            for j in cutlass.range_constexpr(WORD):
+                line[c + j] = line[c + j] if (keep & (1 << j)) != 0 else -Float32.inf

@@ -1,0 +1,257 @@
+"""Plan of the Blackwell forward: tiles, rings, memory maps and registers of one object, and what one call launches.
+
+Pure Python and complete before tracing; no batch, no length, no run-time value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
+from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.tiles import up
+from jax_fa4.kernels.sm100.regions import Region, check_regions
+from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
+
+ARCHS = ("sm_100a", "sm_103a")
+GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
+WARP = 32
+PIECE = 64  # 16-bit columns of a 128-byte swizzled row
+TILE_BUDGET = 224 * 1024  # bytes for tiles; the rest of the 227 KiB holds statistics and barriers
+FEW_STAGES = 3  # O takes Q's place rather than leave fewer than this for K and V
+NATIVE_DEPTHS = ((64, 64), (128, 128), (192, 128))  # (queries and keys, values) in shared memory
+DEPTHS = "multiples of 8 up to 128, and up to 192 for queries and keys with values of up to 128"
+
+
+def native(depth: int, value_depth: int) -> tuple[int, int] | None:
+    """Depths in shared memory; TMA reads the difference as zeros and clips it on the way out. None if none fits."""
+    return next(((d, v) for d, v in NATIVE_DEPTHS if depth <= d and value_depth <= v), None)
+
+
+class Share(NamedTuple):
+    """Which exponentials the FMA pipe computes: the last `count` of every `period` columns of a quarter of a row, from
+    quarter `first` on, never in the last quarter (the tensor pipe waits for its weights)."""
+
+    period: int
+    count: int
+    first: int
+
+
+SHARE = Share(16, 4, 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One object. Query tiles of 128 rows in pairs, key blocks of 128, visited from the last to the first."""
+
+    dtype: str
+    depth: int  # of queries and keys
+    value_depth: int
+    band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
+    soft_cap: bool = False
+    sinks: bool = False
+    early: int = 3  # quarters of P that are handed over first; 4 = all at once
+    lazy: float = 8.0  # a row keeps its reference maximum until it grows by more than this, log2 units; 0 = never
+    share: Share | None = SHARE  # None = every exponential on MUFU
+    registers: tuple[int, int, int] = (192, 80, 48)  # a thread of softmax, of correction, of the other warps
+    stage_cap: int = 10  # most stages of K and V; tests lower it so that the ring wraps within two blocks
+    baked_scale: float | None = None  # for equality proofs only: a constant in place of floats[scale]
+    arch: str = "sm_100a"
+    direction: str = "fwd"
+    spill_allowance: int = 0
+
+    launcher = "jax_fa4.kernels.sm100.fwd.kernel"
+    tile = 128
+    # First warp of each role; softmax has two warpgroups of four warps, correction one.
+    SOFTMAX, CORRECT, MMA, STORE, LOAD, EDGE = 0, 8, 12, 13, 14, 15
+    threads = 512
+
+    def __post_init__(self) -> None:
+        softmax, correct, rest = self.registers
+        assert self.arch in ARCHS and self.dtype in KERNEL_DTYPES, self
+        assert native(self.depth, self.value_depth), f"depths {self.depth}, {self.value_depth} have no tile"
+        assert self.depth % 8 == 0 == self.value_depth % 8, self
+        assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
+        used = GROUP * (2 * softmax + correct + rest)
+        assert used <= REGISTER_FILE, f"{self.registers} take {used} registers of {REGISTER_FILE}"
+        assert 1 <= self.early <= 4 and self.stages >= 2, self
+        # Weights reach 2^lazy and must stay finite in the 16-bit type.
+        assert 0 <= self.lazy <= 15, f"lazy={self.lazy}: weights up to 2^{self.lazy} overflow float16"
+        assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
+        check_regions(self.regions)
+
+    # Shared memory -------------------------------------------------------------------------------------------------
+    @property
+    def inner(self) -> int:
+        """Depth of Q and K in shared memory."""
+        return (native(self.depth, self.value_depth) or (0, 0))[0]
+
+    @property
+    def inner_value(self) -> int:
+        """Depth of V and O in shared memory and of O in tensor memory."""
+        return (native(self.depth, self.value_depth) or (0, 0))[1]
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a tile of K, or of Q."""
+        return ITEM_BYTES[self.dtype] * self.tile * self.inner
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a tile of V, or of O."""
+        return ITEM_BYTES[self.dtype] * self.tile * self.inner_value
+
+    @property
+    def stage_bytes(self) -> int:
+        """A stage holds a tile of K or of V."""
+        return max(self.key_bytes, self.value_bytes)
+
+    @property
+    def out_over_q(self) -> bool:
+        """Whether O takes Q's place: the last product of O is done after the last one that reads Q, same pipe."""
+        return TILE_BUDGET - 2 * (self.key_bytes + self.value_bytes) < FEW_STAGES * self.stage_bytes
+
+    @property
+    def query_bytes(self) -> int:
+        """Two tiles of Q and two of O."""
+        q, out = 2 * self.key_bytes, 2 * self.value_bytes
+        return max(q, out) if self.out_over_q else q + out
+
+    @property
+    def stages(self) -> int:
+        """K and V tiles in flight."""
+        return min(self.stage_cap, (TILE_BUDGET - self.query_bytes) // self.stage_bytes)
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        return (
+            Ring("q", "load", "mma", 2, 1, 0, self.key_bytes),
+            # K0 V0 K1 V1 ...; a stage is freed by the commit after the second product that reads it
+            Ring("kv", "load", "mma", self.stages, 1, 1, self.stage_bytes),
+            # V's rows past the length in the first visited block are zero
+            Ring("edge", "edge", "mma", 1, 1, 0, 0),
+            # S is complete; freed by `probs`, as the product that overwrites it is issued after the one that reads P
+            Ring("scores", "mma", "softmax", 2, 1, 0, 0),
+            # the join before P V: the first part of P is stored (softmax) and O is rescaled (correction)
+            Ring("probs", "softmax+correct", "mma", 2, 2 * GROUP, 0, 0),
+            # the last quarter of P; a warp arrives as one
+            Ring("rest", "softmax", "mma", 2, GROUP // WARP, 0, 0),
+            # the last product of O is done
+            Ring("acc", "mma", "correct", 2, 1, 0, 0),
+            # filled through named barriers, a warp of softmax to the warp of correction with the same rows
+            Ring("stats", "softmax", "correct", 2, 0, GROUP, 0),
+            # O, normalised, in shared memory
+            Ring("final", "correct", "store", 2, GROUP, 0, 0),
+        )
+
+    @property
+    def stats_words(self) -> int:
+        """float32 words: factor or row sum of two tiles, then row maximum of two tiles."""
+        return 4 * self.tile
+
+    @property
+    def smem(self) -> int:
+        """Bytes: tiles, statistics, barriers, the address of tensor memory."""
+        barriers = sum(ring.barrier_bytes for ring in self.rings)
+        return self.query_bytes + self.stages * self.stage_bytes + 4 * self.stats_words + barriers + 16
+
+    # Tensor memory -------------------------------------------------------------------------------------------------
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        n, half = self.tile, self.tile // 2
+        why = "a row of P is stored after its thread has loaded the row of S; the next S is issued after P V"
+        scores = tuple(Region(f"s{i}", n * i, n) for i in range(2))
+        probs = tuple(Region(f"p{i}", n * i + half, half, f"s{i}", why) for i in range(2))
+        out = tuple(Region(f"o{i}", 2 * n + self.inner_value * i, self.inner_value) for i in range(2))
+        return scores + probs + out
+
+    def at(self, name: str, tile: Any) -> Any:
+        """First column of region `s`, `p` or `o` of a query tile; the tile may be a run-time integer."""
+        first, second = (next(r.start for r in self.regions if r.name == f"{name}{i}") for i in range(2))
+        return first + (second - first) * tile
+
+    # Arithmetic ----------------------------------------------------------------------------------------------------
+    def emulated(self, column: int) -> bool:
+        """Is the exponential of the pair (column, column + 1) computed on the FMA pipe?"""
+        if self.share is None:
+            return False
+        quarter = self.tile // 4
+        place = column % quarter % self.share.period
+        return self.share.first <= column // quarter < 3 and place >= self.share.period - self.share.count
+
+    @property
+    def emulated_columns(self) -> int:
+        """Of the tile's columns."""
+        return sum(2 * self.emulated(c) for c in range(0, self.tile, 2))
+
+    # Operands ------------------------------------------------------------------------------------------------------
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        base = (
+            Buffer("q", self.dtype, ("B", "T", "N", self.depth)),
+            Buffer("k", self.dtype, ("B", "S", "K", self.depth)),
+            Buffer("v", self.dtype, ("B", "S", "K", self.value_depth)),
+            INTS,
+            FLOATS_BUFFER,
+        )
+        return base + (Buffer("sinks", "float32", ("N",)),) * self.sinks
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        return (
+            Buffer("out", self.dtype, ("B", "T", "N", self.value_depth), "out"),
+            Buffer("lse", "float32", ("B", "N", "T"), "out"),
+        )
+
+    def extents(self, shapes: dict[str, int]) -> dict[str, int]:
+        """All symbols of one call, from B, T, S, N and K."""
+        return {**shapes, **value_extents(shapes["B"])}
+
+
+def bind(plan: Plan, e: dict[str, Any], wide: Callable[[Any], Any] = int) -> tuple[Kernel, ...]:
+    """The launches of one call. `e`: extents by symbol, ints or the DSL's integers; `wide` makes one 64-bit."""
+    buffers = {b.name: b for b in plan.inputs + plan.outputs}
+    maps = (
+        rows_of(buffers["q"], (plan.tile, plan.inner), e, wide),
+        rows_of(buffers["k"], (plan.tile, plan.inner), e, wide),
+        rows_of(buffers["v"], (plan.tile, plan.inner_value), e, wide),
+        rows_of(buffers["out"], (plan.tile, plan.inner_value), e, wide, store=True),
+    )
+    grid = (up(e["T"], 2 * plan.tile) * e["N"] * e["B"], 1, 1)
+    pointers = ("lse", *(b.name for b in plan.inputs[3:]))
+    return (
+        Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=("T", "S", "N", "K")),
+    )
+
+
+def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
+    """The plan that serves this problem, or Unsupported with the argument's name and what would work."""
+    spec = problem.spec
+    if arch not in ARCHS:
+        raise Unsupported(f"arch {arch!r}: this kernel is built for {' and '.join(ARCHS)}")
+    if problem.dtype not in KERNEL_DTYPES:
+        raise Unsupported(f"dtype {problem.dtype}: the Blackwell forward takes {' and '.join(KERNEL_DTYPES)}")
+    for name, depth in (("query and key", problem.d), ("value", problem.v)):
+        if depth % 8 or depth < 8:
+            raise Unsupported(f"depth {depth} of {name}: the Blackwell forward takes {DEPTHS}")
+    if native(problem.d, problem.v) is None:
+        raise Unsupported(f"depths {problem.d} (query, key), {problem.v} (value): the Blackwell forward takes {DEPTHS}")
+    for name, wanted in (
+        ("segment ids", spec.segments),
+        ("logits_soft_cap", spec.soft_cap),
+        ("bias", spec.bias),
+        ("mask", spec.mask),
+    ):
+        if wanted:
+            raise Unsupported(f"{name}: the Blackwell forward has no kernel for it; implementation='xla' computes it")
+    return Plan(
+        problem.dtype,
+        problem.d,
+        problem.v,
+        band=spec.band,
+        sinks=spec.sinks,
+        share=None if arch == "sm_103a" else SHARE,  # MUFU is twice as wide on sm_103
+        arch=arch,
+    )

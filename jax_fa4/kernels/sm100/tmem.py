@@ -1,0 +1,37 @@
+"""Tensor memory: rows to and from registers, 128 lanes by 512 columns of 32 bits.
+
+Thread t of a warpgroup that starts at a multiple of four warps owns lane t; a warp reaches no other warp's lanes.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import tcgen05
+
+COLUMNS = 512
+LANE_STRIDE = 1 << 16  # a tensor-memory address is lane << 16 | column
+WIDEST = 32  # columns of one instruction
+
+loaded = cute.arch.fence_view_async_tmem_load  # the registers of every earlier read of this thread are valid
+stored = cute.arch.fence_view_async_tmem_store  # every earlier write of this thread has reached tensor memory
+
+
+def _copy(base, columns, thread, operation):
+    words = cute.make_tensor(base, cute.make_layout((128, columns), stride=(LANE_STRIDE, 1)))
+    atom = cute.make_copy_atom(operation(tcgen05.Repetition(min(columns, WIDEST))), Float32)
+    return words, tcgen05.make_tmem_copy(atom, words).get_slice(thread), cute.make_identity_tensor((128, columns))
+
+
+def read(base, columns, thread):
+    """Starts loading `columns` words of this thread's lane; a flat register tensor, valid only after `loaded()`."""
+    words, mine, names = _copy(base, columns, thread, tcgen05.Ld32x32bOp)
+    piece = cute.make_rmem_tensor(mine.partition_D(names).shape, Float32)
+    cute.copy(mine, mine.partition_S(words), piece)
+    return cute.make_tensor(piece.iterator, cute.make_layout(columns))
+
+
+def write(base, line, thread):
+    """Starts storing the words of `line`, a flat register tensor of 32-bit words; visible after `stored()`."""
+    columns = cute.size(line)
+    words, mine, names = _copy(base, columns, thread, tcgen05.St32x32bOp)
+    piece = cute.make_tensor(line.iterator, cute.make_layout(mine.partition_S(names).shape))
+    cute.copy(mine, piece, mine.partition_D(words))
