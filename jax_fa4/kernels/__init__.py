@@ -1,0 +1,49 @@
+"""select: the plan for a problem on an arch, or Unsupported naming what is in its way. Never imports cutlass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax_fa4.kernels.common.parts import Plan
+from jax_fa4.kernels.sm90.fwd import plan as sm90_fwd
+from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")  # Hopper, Blackwell
+
+# (arch, direction) -> plan of a problem, or Unsupported where a depth or a combination is in the way.
+_CHOOSE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
+    ("sm_90a", "fwd"): sm90_fwd.choose,
+}
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+
+def select(problem: Problem, arch: str) -> Plan:
+    """The plan whose object computes `problem` on `arch`.
+
+    Raises Unsupported: no kernel; its text names the argument and what would work. Empty shapes are the caller's.
+    """
+    if problem.dtype not in KERNEL_DTYPES:
+        raise Unsupported(
+            f"dtype {problem.dtype}: kernels take {' and '.join(KERNEL_DTYPES)}; implementation='xla' takes it"
+        )
+    for name in ("bias", "mask"):
+        if getattr(problem.spec, name):
+            raise Unsupported(f"a dense {name}: no kernel takes one; implementation='xla' does{_INSTEAD[name]}")
+    if arch not in ARCHS:
+        raise Unsupported(
+            f"arch {arch!r}: kernels are built for {', '.join(ARCHS)}; implementation='xla' runs anywhere"
+        )
+    choose = _CHOOSE.get((arch, problem.direction))
+    if choose is None:
+        have = ", ".join(f"{_DIRECTIONS[d]} on {a}" for a, d in _CHOOSE)
+        raise Unsupported(
+            f"no {_DIRECTIONS[problem.direction]} kernel for arch {arch!r} yet; there are {have};"
+            " implementation='xla' runs anywhere"
+        )
+    return choose(problem)
+
+
+_INSTEAD = {
+    "bias": "",
+    "mask": ", and is_causal, local_window_size, lengths and segment ids run in kernels",
+}

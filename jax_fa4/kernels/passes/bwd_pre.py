@@ -1,0 +1,96 @@
+"""The backward preprocess: per query delta and the LSE in base 2, and the dQ workspace zeroed. Plain SIMT, any arch."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.tiles import work_item
+from jax_fa4.kernels.passes.plan import bind
+
+LOG2_E = 1.4426950408889634
+
+
+@cute.jit
+def dot_row(a, b, lane, plan: cutlass.Constexpr):
+    """Sum of the products of two rows, in every one of the lanes that share them."""
+    total = Float32(0.0)
+    if 8 * lane < plan.value_depth:
+        x, y = cute.make_rmem_tensor(8, DTYPES[plan.dtype]), cute.make_rmem_tensor(8, DTYPES[plan.dtype])
+        cute.autovec_copy(cute.make_tensor((a + 8 * lane).align(16), cute.make_layout(8)), x)
+        cute.autovec_copy(cute.make_tensor((b + 8 * lane).align(16), cute.make_layout(8)), y)
+        total = (x.load().to(Float32) * y.load().to(Float32)).reduce(cute.ReductionOp.ADD, Float32(0), 0)
+    for bit in cutlass.range_constexpr((plan.lanes - 1).bit_length()):
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
+    return total
+
+
+@cute.jit
+def clear(work, thread, plan: cutlass.Constexpr):
+    """Zeroes one tile of the workspace, 16 bytes a thread at a time."""
+    zero = cute.make_rmem_tensor(4, Float32)
+    zero.fill(0.0)
+    size, stride = plan.rows * plan.work_depth, 4 * plan.threads
+    for n in cutlass.range_constexpr(-(-size // stride)):
+        at = n * stride + 4 * thread
+        if const_expr((n + 1) * stride <= size):
+            cute.autovec_copy(zero, cute.make_tensor((work + at).align(16), cute.make_layout(4)))
+        elif at < size:
+            cute.autovec_copy(zero, cute.make_tensor((work + at).align(16), cute.make_layout(4)))
+
+
+@cute.kernel
+def bwd_pre(
+    out: cute.Pointer,
+    dout: cute.Pointer,
+    lse: cute.Pointer,
+    dlse: cute.Pointer,
+    ints: cute.Pointer,
+    stats: cute.Pointer,
+    work,
+    queries: Int32,
+    heads: Int32,
+    tiles: Int32,
+    plan: cutlass.Constexpr,
+):
+    """Rows that see nothing, are past q_len or pad the tile get LSE +inf, so that exp2(score - inf) = 0 without a mask.
+
+    Their delta keeps -dLSE where the LSE is finite (a sink), and is 0 where it is not.
+    """
+    thread = cute.arch.thread_idx()[0]
+    tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
+    line = batch.to(Int64) * heads + head
+    place = line * tiles + tile
+    if const_expr(plan.work_depth > 0):
+        clear(work + place * (plan.rows * plan.work_depth), thread, plan)
+    q_len = cutlass.min(ints[VALUES.example(batch) + VALUES.q_len], queries)
+    to = stats + place * (2 * plan.rows)
+    lane, first = thread % plan.lanes, thread // plan.lanes
+    for n in cutlass.range_constexpr(-(-plan.rows // plan.rows_at_once)):  # no branch around the loads: many in flight
+        row = first + n * plan.rows_at_once
+        i = cutlass.min(tile * plan.rows + row, queries - 1)
+        at = ((batch.to(Int64) * queries + i) * heads + head) * plan.value_depth
+        dot = dot_row(out + at, dout + at, lane, plan)
+        whole, slope = lse[line * queries + i], dlse[line * queries + i]
+        two = whole * LOG2_E
+        if tile * plan.rows + row >= q_len:
+            two, dot = Float32.inf, Float32(0.0)
+        delta = dot - slope
+        if (whole == -Float32.inf) | (tile * plan.rows + row >= queries):
+            two, delta = Float32.inf, Float32(0.0)
+        if (lane == 0) & (row < plan.rows):
+            to[row] = two
+            to[row + plan.rows] = delta
+
+
+def start(stream, plan, data, e, dependent=False):
+    """Starts the kernel as one of a call's. data: pointers by buffer name; e: extents by symbol."""
+    kernel = bind(plan, e, dependent)
+    pointers = [data[name] for name in ("out", "dout", "lse", "dlse", "ints", "stats")]
+    bwd_pre(*pointers, data.get("work"), *[e[symbol] for symbol in kernel.extents], plan).launch(
+        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=dependent
+    )
+
+
+launch = start  # an object of its own

@@ -1,0 +1,180 @@
+"""The math role: 64 queries a warpgroup; the next scores are started before the last weights meet V."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.common.tiles import all_keys_visible
+from jax_fa4.kernels.sm90 import wgmma
+from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out
+from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, scale_rows, weigh
+from jax_fa4.mask import keys_seen
+
+ZERO_BARRIER = 2  # named barrier of the math warps
+
+
+def scores_mma(plan):
+    """Q K^T, both from shared memory."""
+    majors = (wgmma.K_MAJOR, wgmma.K_MAJOR)
+    return wgmma.product(DTYPES[plan.dtype], majors, (plan.groups, 1), (64, plan.keys))
+
+
+def output_mma(plan):
+    """P V, P from registers."""
+    majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
+    return wgmma.product(DTYPES[plan.dtype], majors, (plan.groups, 1), (64, plan.inner_value), a_in_registers=True)
+
+
+def start_scores(ctx, scores, q, k, stage):
+    steps = wgmma.STEP
+    wgmma.issue(
+        scores_mma(ctx.plan),
+        scores,
+        q[None, None, None, 0],
+        k[None, None, None, stage],
+        True,
+        -(-ctx.plan.depth // steps),
+    )
+
+
+def start_output(ctx, out, weights, v, stage):
+    wgmma.issue(output_mma(ctx.plan), out, weights, v[None, None, None, stage], False)
+
+
+@cute.jit
+def hide(ctx, scores, row, key):
+    """-inf where the key is not visible to the row; row and key are the thread's first."""
+    view = by_row(scores)
+    for r in cutlass.range_constexpr(2):
+        begin, end = cutlass.Int32(0), ctx.band.kv_len - key
+        if const_expr(ctx.plan.band):
+            i = row + 8 * r
+            begin, end = keys_seen(i, i, ctx.band, cutlass.min, cutlass.max)
+            begin, end = begin - key, end - key
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            seen = column_of(c) < end
+            if const_expr(ctx.plan.band):
+                seen = seen & (column_of(c) >= begin)
+            view[r, c] = view[r, c] if seen else -Float32.inf
+
+
+@cute.jit
+def hide_others(ctx, scores, row, key):
+    """-inf where query and key are of different segments. Ids past T and S are read from the last place: never used."""
+    of_queries, of_keys = ctx.segments
+    view = by_row(scores)
+    mine = [of_queries[cutlass.min(row + 8 * r, ctx.queries - 1)] for r in (0, 1)]
+    for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+        other = of_keys[cutlass.min(key + column_of(c), ctx.keys - 1)]
+        for r in cutlass.range_constexpr(2):
+            view[r, c] = view[r, c] if mine[r] == other else -Float32.inf
+
+
+@cute.jit
+def cap(ctx, scores):
+    """s becomes limit * tanh(scale * s / limit), with tanh x = 1 - 2 / (1 + exp 2x).
+
+    Not tanh.approx: its relative error of 2^-11 is 2 % of a weight at a cap of 50.
+    """
+    inverse_limit, limit = ctx.cap
+    view = by_row(scores)
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            grown = cute.math.exp2(view[r, c] * (inverse_limit * (2.0 * LOG2_E)), fastmath=True)
+            view[r, c] = limit - (2.0 * limit) * cute.arch.rcp_approx(grown + 1.0)
+
+
+@cute.jit
+def mask(ctx, scores, row, tile, lane):
+    """Scores capped, hidden pairs at -inf. Only tiles with a hidden pair pay; asked for the warpgroup's 64 rows."""
+    plan = ctx.plan
+    if const_expr(plan.soft_cap):
+        cap(ctx, scores)
+    top = ctx.tile * plan.rows + 64 * (ctx.warp // 4 - 1)
+    key = tile * plan.keys
+    if not all_keys_visible((top, top + 63), (key, key + plan.keys - 1), ctx.band, plan.band):
+        hide(ctx, scores, row, key + 2 * (lane % 4))
+    if const_expr(plan.segments):
+        hide_others(ctx, scores, row, key + 2 * (lane % 4))
+
+
+@cute.jit
+def clear_past(ctx, thread, at):
+    """Zeroes V's rows past kv_len in the edge tile, the first that is visited.
+
+    They may hold anything, NaN included, and 0 * NaN would reach O. Rows past S were read as zeros already.
+    """
+    plan = ctx.plan
+    rest = ctx.band.kv_len - (ctx.last - 1) * plan.keys
+    if (rest < plan.keys) & (ctx.band.kv_len < ctx.keys):
+        wait(ctx.full["v"], at)
+        chunks = cute.flat_divide(ctx.v[2][None, None, at.index], (1, 8))  # 16 bytes stay together in any swizzle
+        zero = cute.make_rmem_tensor((1, 8), DTYPES[plan.dtype])
+        zero.fill(0.0)
+        columns = plan.inner_value // 8
+        begin = cutlass.max(rest, 0) * columns
+        for n in cutlass.range(begin + thread, plan.keys * columns, 128 * plan.groups, unroll=1):
+            cute.autovec_copy(zero, chunks[None, None, n // columns, n % columns])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=ZERO_BARRIER, number_of_threads=128 * plan.groups)
+
+
+@cute.jit
+def attend(ctx):
+    """Scores, weights and output of the CTA's queries, key tiles from the last to the first.
+
+    Tensor cores, in order: S(0) | S(n + 1), O += P(n) V(n) | O += P(last) V(last). exp2 of S(n + 1) beside P(n) V(n).
+    """
+    plan = ctx.plan
+    dtype = DTYPES[plan.dtype]
+    thread = ctx.thread - 128
+    lane = thread % 32
+    row = ctx.tile * plan.rows + first_row(thread)
+    qk, pv = scores_mma(plan), output_mma(plan)
+    mine, ours = qk.get_slice(thread), pv.get_slice(thread)
+    q = qk.make_fragment_A(mine.partition_A(ctx.q[2]))
+    k = qk.make_fragment_B(mine.partition_B(ctx.k[2]))
+    v = pv.make_fragment_B(ours.partition_B(wgmma.turned(ctx.v[2])))
+    scores = cute.make_rmem_tensor(mine.partition_shape_C((plan.rows, plan.keys)), Float32)
+    out = cute.make_rmem_tensor(ours.partition_shape_C((plan.rows, plan.inner_value)), Float32)
+    weights, narrow = wgmma.as_operand(scores, dtype)
+    peak, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    peak.fill(-Float32.inf)
+    total.fill(0.0)
+    out.fill(0.0)
+    behind = start(0)
+    wait(ctx.full["q"], start(0))
+    if ctx.last > ctx.first:
+        wait(ctx.full["k"], behind)
+        start_scores(ctx, scores, q, k, behind.index)
+        clear_past(ctx, thread, behind)
+        warpgroup.wait_group(0)
+        arrive(ctx.empty["k"], behind)
+        mask(ctx, scores, row, ctx.last - 1, lane)
+        weigh(scores, peak, total, ctx.scale)
+        narrow.store(scores.load().to(dtype))
+        for n in cutlass.range(1, ctx.last - ctx.first, unroll=1):
+            at = step(behind, plan.stages)
+            wait(ctx.full["k"], at)
+            start_scores(ctx, scores, q, k, at.index)
+            wait(ctx.full["v"], behind)
+            start_output(ctx, out, weights, v, behind.index)
+            warpgroup.wait_group(1)
+            arrive(ctx.empty["k"], at)
+            mask(ctx, scores, row, ctx.last - 1 - n, lane)
+            shrink = weigh(scores, peak, total, ctx.scale)
+            warpgroup.wait_group(0)
+            arrive(ctx.empty["v"], behind)
+            scale_rows(out, shrink)
+            narrow.store(scores.load().to(dtype))
+            behind = at
+        wait(ctx.full["v"], behind)
+        start_output(ctx, out, weights, v, behind.index)
+        warpgroup.wait_group(0)
+    inverse, lse = finish(ctx, row, peak, total)
+    normalise(out, inverse)
+    store_out(ctx, pv, thread, out)
+    store_lse(ctx, row, lane, lse)

@@ -1,0 +1,26 @@
+"""The producer: one warp brings Q once, then K and V tiles from the last to the first."""
+
+import cutlass
+import cutlass.cute as cute
+
+from jax_fa4.kernels.common.copies import fetch, views
+from jax_fa4.kernels.common.ring import start, step, wait
+
+
+@cute.jit
+def load(ctx):
+    """Fills the rings q, k and v. Q is brought even for a tile that sees no key: the math role awaits it."""
+    plan = ctx.plan
+    q, k, v = plan.rings
+    copy_q = views(ctx.q, (plan.rows, plan.inner), ctx.head, ctx.batch)
+    copy_k = views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch)
+    copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
+    fetch(copy_q, ctx.tile, ctx.full["q"], start(0), q.bytes)
+    at = start(1)
+    for n in cutlass.range(ctx.last - ctx.first, unroll=1):
+        which = ctx.last - 1 - n
+        wait(ctx.empty["k"], at)
+        fetch(copy_k, which, ctx.full["k"], at, k.bytes)
+        wait(ctx.empty["v"], at)
+        fetch(copy_v, which, ctx.full["v"], at, v.bytes)
+        at = step(at, plan.stages)

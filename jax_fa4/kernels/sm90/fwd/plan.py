@@ -1,0 +1,163 @@
+"""What one Hopper forward object is: complete before tracing, pure Python, no batch, no length, no run-time value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
+from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.tiles import up
+from jax_fa4.spec import Problem, Unsupported
+
+NATIVE_DEPTHS = (64, 96, 128, 192, 256)
+DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
+
+
+def native(depth: int) -> int:
+    """The depth in shared memory: the next native one. TMA reads the difference as zeros, and clips it when storing."""
+    return next(d for d in NATIVE_DEPTHS if d >= depth)
+
+
+def swizzle_of(depth: int) -> int:
+    """Bytes of the swizzle of 16-bit rows of this native depth: the widest that divides a row."""
+    return 128 if 2 * depth % 128 == 0 else 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """softmax(cap(scale * Q K^T) + mask) V and its LSE, one CTA for `rows` queries of one head.
+
+    One producer warp, `groups` math warpgroups of 64 queries each.
+    """
+
+    dtype: str
+    depth: int  # of queries and keys
+    value_depth: int
+    band: bool = False  # causal or windows; their sides are run-time values
+    segments: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    rows: int = 128
+    keys: int = 128
+    stages: int = 2
+    groups: int = 2
+    registers: tuple[int, int] = (24, 240)  # producer, math
+    arch: str = "sm_90a"
+    direction: str = "fwd"
+    spill_allowance: int = 0
+
+    launcher = "jax_fa4.kernels.sm90.fwd.kernel"
+
+    def __post_init__(self) -> None:
+        assert self.dtype in ("bfloat16", "float16"), self.dtype
+        assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
+        assert self.rows == 64 * self.groups and self.keys % 16 == 0 and self.keys <= 256, self
+        assert self.smem <= SMEM_LIMIT, (self, self.smem)
+        producer, math = self.registers
+        assert 128 * (producer + self.groups * math) <= REGISTER_FILE and producer % 8 == math % 8 == 0, self.registers
+
+    @property
+    def inner(self) -> int:
+        """Depth of Q and K in shared memory."""
+        return native(self.depth)
+
+    @property
+    def inner_value(self) -> int:
+        """Depth of V and O in shared memory."""
+        return native(self.value_depth)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.groups)
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        base = (
+            Buffer("q", self.dtype, ("B", "T", "N", self.depth)),
+            Buffer("k", self.dtype, ("B", "S", "K", self.depth)),
+            Buffer("v", self.dtype, ("B", "S", "K", self.value_depth)),
+            INTS,
+            FLOATS_BUFFER,
+        )
+        ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
+        return base + ids * self.segments + (Buffer("sinks", "float32", ("N",)),) * self.sinks
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        return (
+            Buffer("out", self.dtype, ("B", "T", "N", self.value_depth), "out"),
+            Buffer("lse", "float32", ("B", "N", "T"), "out"),
+        )
+
+    def extents(self, shapes: dict[str, int]) -> dict[str, int]:
+        """All symbols of one call, from B, T, S, N and K."""
+        return {**shapes, **value_extents(shapes["B"])}
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """K and V apart, so that K's stage is free before V's; every math warp frees a stage once."""
+        warps, item = 4 * self.groups, ITEM_BYTES[self.dtype]
+        return (
+            Ring("q", "load", "math", 1, 1, 0, item * self.rows * self.inner),
+            Ring("k", "load", "math", self.stages, 1, warps, item * self.keys * self.inner),
+            Ring("v", "load", "math", self.stages, 1, warps, item * self.keys * self.inner_value),
+        )
+
+    @property
+    def query_bytes(self) -> int:
+        """Of Q's place, which takes O at the end."""
+        return ITEM_BYTES[self.dtype] * self.rows * max(self.inner, self.inner_value)
+
+    @property
+    def smem(self) -> int:
+        _, k, v = self.rings
+        tiles = self.query_bytes + k.stages * k.bytes + v.stages * v.bytes
+        return tiles + sum(ring.barrier_bytes for ring in self.rings)
+
+
+def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
+    """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
+    buffers = {b.name: b for b in plan.inputs + plan.outputs}
+
+    def map_of(name: str, rows: int, depth: int, store: bool = False) -> Descriptor:
+        return rows_of(buffers[name], (rows, depth), e, wide, store=store, swizzle=swizzle_of(depth))
+
+    maps = (
+        map_of("q", plan.rows, plan.inner),
+        map_of("k", plan.keys, plan.inner),
+        map_of("v", plan.keys, plan.inner_value),
+        map_of("out", plan.rows, plan.inner_value, store=True),
+    )
+    pointers = ("lse", *(b.name for b in plan.inputs[3:]))
+    grid = (up(e["T"], plan.rows) * e["N"] * e["B"], 1, 1)
+    extents = ("T", "S", "N", "K")
+    return (Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),)
+
+
+def tiles_for(depth: int, value_depth: int) -> dict[str, Any]:
+    """Tile sizes by native depths. Registers of a math thread: S keys/2, P keys/4, O value_depth/2."""
+    inner, inner_value = native(depth), native(value_depth)
+    if inner_value <= 128 and inner <= 192:
+        return {"rows": 128, "keys": 128}
+    if inner_value <= 192 and inner <= 192:
+        return {"rows": 128, "keys": 96}
+    return {"rows": 128, "keys": 80}
+
+
+def choose(problem: Problem) -> Plan:
+    """The plan for a forward problem, or Unsupported with what would work."""
+    spec = problem.spec
+    for name, depth in (("query and key", problem.d), ("value", problem.v)):
+        if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
+            raise Unsupported(f"depth {depth} of {name}: the Hopper forward takes {DEPTHS}")
+    return Plan(
+        problem.dtype,
+        problem.d,
+        problem.v,
+        band=spec.band,
+        segments=spec.segments,
+        soft_cap=spec.soft_cap,
+        sinks=spec.sinks,
+        **tiles_for(problem.d, problem.v),
+    )
