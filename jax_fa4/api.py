@@ -72,13 +72,13 @@ def _sinks_gradient(ops: Operands, spec: AttentionSpec, out: Array, lse: Array, 
     """A sink is a logit without a value: d/dsink = -p * delta, p = exp(sink - lse), delta = rowsum(dO * O) - dLSE."""
     assert ops.sinks is not None
     acc = lse.dtype
-    delta = jnp.einsum("btnv,btnv->bnt", dout, out, preferred_element_type=acc) - dlse
-    weight = jnp.exp(ops.sinks.astype(acc)[None, :, None] - lse)
+    delta = jnp.einsum("...tnv,...tnv->...nt", dout, out, preferred_element_type=acc) - dlse
+    weight = jnp.exp(ops.sinks.astype(acc)[:, None] - lse)
     terms = jnp.where(jnp.isneginf(lse), 0, -weight * delta)  # a sink of -inf on a row without keys
     if spec.lengths:
-        rows = jnp.arange(ops.query.shape[1])[None, None, :] < ops.q_len[:, None, None]
+        rows = jnp.arange(ops.query.shape[-3]) < ops.q_len[..., None, None]
         terms = jnp.where(rows, terms, 0)
-    return jnp.sum(terms, axis=(0, 2)).astype(ops.sinks.dtype)
+    return jnp.sum(terms, axis=(*range(lse.ndim - 2), lse.ndim - 1)).astype(ops.sinks.dtype)
 
 
 # ---- canonicalisation ----------------------------------------------------------------------------------------------
@@ -110,12 +110,6 @@ def _as_array(name: str, x: Any) -> Any:
     if x is None or isinstance(x, (list, tuple, str)):
         raise TypeError(f"{name} must be an array; it is {type(x).__name__}")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def _fold(x: Any, trailing: int) -> Any:
-    """[..., trailing axes] -> [B, trailing axes]."""
-    lead = x.shape[: x.ndim - trailing]
-    return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[x.ndim - trailing :])
 
 
 def _how(o: Options, flags: AttentionSpec) -> How:
@@ -162,13 +156,12 @@ def _scale(value: Any, depth: int, acc: Any) -> tuple[Any, bool]:
 
 
 def _lengths(name: str, lengths: Any, batch: tuple[int, ...], full: int) -> Any:
-    """int32 [B], within [0, full]; the full length where none is given."""
-    count = math.prod(batch)
+    """int32 [...], within [0, full]; the full length where none is given."""
     if lengths is None:
-        return jnp.full((count,), full, jnp.int32)
+        return jnp.full(batch, full, jnp.int32)
     lengths = jnp.asarray(lengths)
     spec.check_per_example(name, lengths.shape, lengths.dtype.kind, batch)
-    return jnp.clip(lengths, 0, full).reshape(count).astype(jnp.int32)
+    return jnp.clip(lengths, 0, full).astype(jnp.int32)
 
 
 def _segments(name: str, ids: Any, wanted: tuple[int, ...]) -> Any:
@@ -176,11 +169,11 @@ def _segments(name: str, ids: Any, wanted: tuple[int, ...]) -> Any:
         return None
     ids = jnp.asarray(ids)
     spec.check_segments(name, ids.shape, ids.dtype.kind, wanted)
-    return _fold(ids, 1).astype(jnp.int32)
+    return ids.astype(jnp.int32)
 
 
 def _scores_like(name: str, x: Any, full: tuple[int, ...]) -> Any:
-    """Bias or mask as [B or 1, N or 1, T or 1, S or 1]."""
+    """Bias or mask with all leading axes, each full or 1: [..., N or 1, T or 1, S or 1]."""
     if x is None:
         return None
     x = jnp.asarray(x)
@@ -189,12 +182,7 @@ def _scores_like(name: str, x: Any, full: tuple[int, ...]) -> Any:
         raise TypeError(f"mask must be boolean (True = attend); its dtype is {x.dtype.name}. Additive masks go to bias")
     if name == "bias" and kind != "f":
         raise TypeError(f"bias must be floating point; its dtype is {x.dtype.name}")
-    shape = spec.check_scores_like(name, x.shape, full)
-    lead = shape[:-3]
-    if any(n != 1 for n in lead):  # mixed broadcasting over leading axes is spelled out
-        x = jnp.broadcast_to(x.reshape(shape), (*full[:-3], *shape[-3:]))
-        lead = full[:-3]
-    return x.reshape(math.prod(lead), *shape[-3:])
+    return x.reshape(spec.check_scores_like(name, x.shape, full))
 
 
 def _sinks(sinks: Any, heads: int, acc: Any) -> Any:
@@ -209,7 +197,7 @@ def _sinks(sinks: Any, heads: int, acc: Any) -> Any:
 
 
 def _operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, o: Options) -> tuple[Operands, bool]:
-    """Everything folded to one batch axis and checked; and whether the scale is traced."""
+    """Everything checked, with all leading axes; and whether the scale is traced."""
     batch, (t, n, d), s = query.shape[:-3], query.shape[-3:], key.shape[-3]
     acc = jnp.promote_types(query.dtype, jnp.float32)
     full = (*batch, n, t, s)
@@ -218,9 +206,9 @@ def _operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, o: Options
     kv_len = _lengths("key_value_seq_lengths", o.key_value_seq_lengths, batch, s)
     left, right = spec.band_sides(bool(o.is_causal), o.local_window_size) or (UNBOUNDED, UNBOUNDED)
     ops = Operands(
-        query=_fold(query, 3),
-        key=_fold(key, 3),
-        value=_fold(value, 3),
+        query=query,
+        key=key,
+        value=value,
         window=jnp.asarray([left, right], jnp.int32),
         offset=kv_len - q_len if spec.check_alignment(o.causal_alignment) else jnp.zeros_like(q_len),
         q_len=q_len,
@@ -243,10 +231,10 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 def _empty(ops: Operands) -> tuple[Any, Any]:
     """Results where there is nothing to compute: zeros, and -inf or the sink."""
-    b, t, n, _ = ops.query.shape
-    out = jnp.zeros((b, t, n, ops.value.shape[-1]), ops.query.dtype)
-    lse = jnp.full((b, n, t), -jnp.inf, ops.scale.dtype)
-    return out, lse if ops.sinks is None else jnp.broadcast_to(ops.sinks[None, :, None], lse.shape)
+    *lead, t, n, _ = ops.query.shape
+    out = jnp.zeros((*lead, t, n, ops.value.shape[-1]), ops.query.dtype)
+    lse = jnp.full((*lead, n, t), -jnp.inf, ops.scale.dtype)
+    return out, lse if ops.sinks is None else jnp.broadcast_to(ops.sinks[:, None], lse.shape)
 
 
 def attention(
@@ -330,14 +318,9 @@ def attention(
         out, lse = _empty(ops)
     else:
         _refuse_early(ops, how)
-        ops = Operands(*_varied(ops))
+        ops = Operands(*_varied(sharding.aligned(ops)))
         out, lse = _attend(Static(how, scale_traced, checkpoint_name), ops)
-    lead = query.shape[:-3]
-    out = out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
-    if not return_residual:
-        return out
-    lse = jnp.swapaxes(lse, 1, 2).astype(jnp.float32)
-    return out, lse if len(lead) == 1 else lse.reshape(*lead, *lse.shape[1:])
+    return (out, jnp.swapaxes(lse, -1, -2).astype(jnp.float32)) if return_residual else out
 
 
 def _varied(ops: Operands) -> list[Any]:
@@ -509,8 +492,7 @@ def is_supported(
     arch = arch or how.arch or primitives.device_arch()
     if arch is None:
         return False, "there is no CUDA device in this process; XLA runs"
-    folded = [jax.ShapeDtypeStruct((math.prod(x.shape[:-3]), *x.shape[-3:]), x.dtype) for x in (query, key, value)]
-    problem = primitives.problem_of(*folded, how.spec, "fwd")
+    problem = primitives.problem_of(query, key, value, how.spec, "fwd")
     passes: list[Problem] = [problem, replace(problem, direction="bwd")] if differentiable else [problem]
     for one in passes:
         try:

@@ -1,7 +1,9 @@
 """The two primitives fa4_fwd and fa4_bwd: abstract evaluation, batching by folding, and one lowering a platform.
 
 On cuda they lower to kernels where a plan exists, everywhere else to the XLA path, so that one jaxpr runs anywhere.
-Operands are flat, in the order of `reference.Operands`; optional ones are there when the spec says so.
+Operands are flat, in the order of `reference.Operands`; optional ones are there when the spec says so. All may have any
+number of leading axes (operands.AXES). On several devices the lowering goes through sharding.partitioned, unless the
+code is inside a shard_map over all axes, or on a mesh with explicit axes, where `forward` makes that shard_map.
 """
 
 from __future__ import annotations
@@ -18,15 +20,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_fa4 import kernels, reference, sharding
+from jax_fa4 import kernels, operands, reference, sharding
+from jax_fa4.operands import UNBATCHED, flatten, names_in, unflatten
 from jax_fa4.reference import Operands
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
-
-# Axis 0 of these is the batch; it is where vmap folds to.
-BATCH_FIRST = ("query", "key", "value", "offset", "q_len", "kv_len", "q_segments", "kv_segments")
-SCORES_LIKE = ("bias", "mask")  # axis 0 is the batch or 1
-UNBATCHED = ("window", "scale", "soft_cap", "sinks")  # no batch to fold into
-REQUIRED = Operands._fields[:9]
 
 
 @dataclass(frozen=True)
@@ -38,26 +35,11 @@ class How:
     arch: str | None = None  # None: the arch of the devices that run it
 
 
-def present(spec: AttentionSpec) -> tuple[str, ...]:
-    """Names of the operands that a call of this spec has, in order."""
-    extra = {"q_segments": spec.segments, "kv_segments": spec.segments, "sinks": spec.sinks}
-    extra |= {"bias": spec.bias, "mask": spec.mask}
-    return REQUIRED + tuple(name for name, there in extra.items() if there)
-
-
-def flatten(ops: Operands, spec: AttentionSpec) -> list[Any]:
-    return [getattr(ops, name) for name in present(spec)]
-
-
-def unflatten(flat: Sequence[Any], spec: AttentionSpec) -> Operands:
-    return Operands(**dict.fromkeys(Operands._fields) | dict(zip(present(spec), flat, strict=True)))
-
-
 def problem_of(query: Any, key: Any, value: Any, spec: AttentionSpec, direction: str) -> Problem:
-    """The Problem of arrays or abstract values of folded shape [B, T, N, D]."""
-    b, t, n, d = query.shape
-    _, s, k, _ = key.shape
-    return Problem(spec, b, t, s, n, k, d, value.shape[-1], jnp.dtype(query.dtype).name, direction)
+    """The Problem of arrays or abstract values of shape [..., T, N, D]; all leading axes count as batch."""
+    *lead, t, n, d = query.shape
+    s, k = key.shape[-3:-1]
+    return Problem(spec, math.prod(lead), t, s, n, k, d, value.shape[-1], jnp.dtype(query.dtype).name, direction)
 
 
 def choose(problem: Problem, how: How, arch: str | None) -> Any:
@@ -114,16 +96,34 @@ bwd_p.multiple_results = True
 
 
 def forward(ops: Operands, how: How) -> tuple[Any, Any]:
-    """out [B, T, N, V] in the query's dtype and lse [B, N, T] (float32, or float64 for float64)."""
-    out, lse = fwd_p.bind(*sharding.vary(flatten(ops, how.spec)), how=how)
+    """out [..., T, N, V] in the query's dtype and lse [..., N, T] (float32, or float64 for float64)."""
+    out, lse = _placed("fwd", *flatten(ops, how.spec), how=how)
     return out, lse
 
 
 def backward(ops: Operands, how: How, saved: tuple[Any, Any], cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     """(dq, dk, dv, dbias or None) from the saved (out, lse) and the cotangents (dout, dlse)."""
-    flat = sharding.vary([*flatten(ops, how.spec), *saved, *cotangents])
-    grads = bwd_p.bind(*flat, how=how)
+    grads = _placed("bwd", *flatten(ops, how.spec), *saved, *cotangents, how=how)
     return (*grads, None)[:4]
+
+
+@functools.partial(jax.jit, static_argnames=("direction", "how"), inline=True)
+def _placed(direction: str, *flat: Any, how: How) -> list[Any]:
+    """One pass, on a mesh with explicit axes as a shard_map. Jitted and inlined: called eagerly it is traced once."""
+    shapes = operands.result_shapes(_named(flat, how, direction, "shape"), how.spec, direction)
+    bind = functools.partial(_bind, direction, how=how)
+    mapped = sharding.over_explicit_mesh(bind, flat, how.spec, direction, shapes)
+    return list(bind(*flat)) if mapped is None else list(mapped)
+
+
+def _bind(direction: str, *flat: Any, how: How) -> Sequence[Any]:
+    prim = fwd_p if direction == "fwd" else bwd_p
+    devices = None if sharding.fully_manual() else sharding.needs_devices()
+    return prim.bind(*sharding.vary(flat), how=how, devices=devices)
+
+
+def _named(xs: Sequence[Any], how: How, direction: str, attribute: str) -> dict[str, Any]:
+    return {name: getattr(x, attribute) for name, x in zip(names_in(how.spec, direction), xs, strict=True)}
 
 
 def _fwd_here(*flat: Any, how: How) -> list[Any]:
@@ -172,20 +172,15 @@ def _run(plan: Any, operands: dict[str, Any]) -> dict[str, Any]:
 # ---- abstract evaluation -------------------------------------------------------------------------------------------
 
 
-def _fwd_abstract(*avals: Any, how: How) -> list[Any]:
-    ops = unflatten(avals, how.spec)
-    b, t, n, _ = ops.query.shape
-    out = ((b, t, n, ops.value.shape[-1]), ops.query.dtype)
-    return sharding.forward_avals(ops, out, ((b, n, t), ops.scale.dtype))
+def _abstract(direction: str, *avals: Any, how: How, devices: Any) -> list[Any]:
+    del devices
+    shapes = operands.result_shapes(_named(avals, how, direction, "shape"), how.spec, direction)
+    dtypes = operands.result_dtypes(_named(avals, how, direction, "dtype"), how.spec, direction)
+    return [sharding.like(avals[0], shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-def _bwd_abstract(*avals: Any, how: How) -> list[Any]:
-    ops = unflatten(avals[: len(present(how.spec))], how.spec)
-    return sharding.backward_avals(ops)
-
-
-fwd_p.def_abstract_eval(_fwd_abstract)
-bwd_p.def_abstract_eval(_bwd_abstract)
+fwd_p.def_abstract_eval(functools.partial(_abstract, "fwd"))
+bwd_p.def_abstract_eval(functools.partial(_abstract, "bwd"))
 
 
 # ---- differentiation: only through custom_vjp ----------------------------------------------------------------------
@@ -205,102 +200,85 @@ ad.primitive_jvps[fwd_p] = _no_derivative("forward-mode differentiation (jvp, ja
 ad.primitive_jvps[bwd_p] = _no_derivative("a second derivative (grad of grad, hessian)")
 
 
-# ---- batching: fold into the batch ---------------------------------------------------------------------------------
+# ---- batching: one more leading axis -------------------------------------------------------------------------------
 
 
-def _fold(name: str, x: Any, dim: int | None, size: int, batch: int) -> Any:
-    """[..., m at `dim`, ...] -> axis 0 of length m * B; what is not mapped is repeated, save a broadcast axis."""
-    if dim is None:
-        if name in SCORES_LIKE and x.shape[0] == 1:
-            return x
-        x = jnp.broadcast_to(x[None], (size, *x.shape))
-    else:
-        x = jnp.moveaxis(x, dim, 0)
-    if name in SCORES_LIKE and x.shape[1] != batch:
-        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-    return x.reshape(size * x.shape[1], *x.shape[2:])
+def _with_axis(name: str, x: Any, dim: int | None, size: int, direction: str) -> Any:
+    """`x` with the mapped axis first. What is not mapped is repeated, save what broadcasts or has no leading axes."""
+    if name in UNBATCHED:
+        return x
+    if dim is not None:
+        return jnp.moveaxis(x, dim, 0)
+    if name == "mask" or (name == "bias" and direction == "fwd"):
+        return x[None]
+    return jnp.broadcast_to(x[None], (size, *x.shape))  # in the backward each mapped example has its own dbias
 
 
-def _batch(prim: Primitive, names: Callable[[AttentionSpec], tuple[str, ...]], args: Any, dims: Any, how: How) -> Any:
-    spec = how.spec
-    called = names(spec)
+def _batch(prim: Primitive, direction: str, args: Any, dims: Any, *, how: How, devices: Any) -> Any:
+    names = names_in(how.spec, direction)
+    if any(d is not None for name, d in zip(names, dims, strict=True) if name in UNBATCHED):
+        return _batch_by_loop(prim, args, dims, how=how, devices=devices)
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    query = called.index("query")
-    batch = args[query].shape[0] if dims[query] is None else jnp.moveaxis(args[query], dims[query], 0).shape[1]
-    mapped = {name for name, d in zip(called, dims, strict=True) if d is not None}
-    shared_bias = prim is bwd_p and spec.bias and _leading(args, dims, called, "bias") != batch
-    if mapped & set(UNBATCHED) or (shared_bias and batch != 1):
-        return _batch_by_loop(prim, args, dims, how)
-    folded = []
-    for name, x, d in zip(called, args, dims, strict=True):
-        if name in UNBATCHED:
-            folded.append(x)
-        elif name == "bias" and shared_bias and d is None:  # batch == 1: each mapped example gets its own dbias
-            folded.append(jnp.broadcast_to(x, (size, *x.shape[1:])))
-        else:
-            folded.append(_fold(name, x, d, size, batch))
-    results = prim.bind(*folded, how=how)
-    return [r.reshape(size, r.shape[0] // size, *r.shape[1:]) for r in results], [0] * len(results)
+    mapped = [_with_axis(name, x, d, size, direction) for name, x, d in zip(names, args, dims, strict=True)]
+    results = prim.bind(*mapped, how=how, devices=devices)
+    return results, [0] * len(results)
 
 
-def _leading(args: Any, dims: Any, called: tuple[str, ...], name: str) -> int:
-    x, d = args[called.index(name)], dims[called.index(name)]
-    shape = list(x.shape)
-    if d is not None:
-        del shape[d]
-    return shape[0]
-
-
-def _batch_by_loop(prim: Primitive, args: Any, dims: Any, how: How) -> Any:
-    """One call after the other, for what has no batch axis to fold into: mapped sinks, scale, window; a shared bias."""
+def _batch_by_loop(prim: Primitive, args: Any, dims: Any, **params: Any) -> Any:
+    """One call after the other, for what has no batch axis: mapped sinks, scale, window."""
     moved = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
     def one(mapped: list[Any]) -> list[Any]:
         left = iter(mapped)
-        return prim.bind(*[x if d is None else next(left) for x, d in zip(args, dims, strict=True)], how=how)
+        return prim.bind(*[x if d is None else next(left) for x, d in zip(args, dims, strict=True)], **params)
 
     results = jax.lax.map(one, moved)
     return results, [0] * len(results)
 
 
-def _bwd_names(spec: AttentionSpec) -> tuple[str, ...]:
-    return (*present(spec), "out", "lse", "dout", "dlse")
-
-
-batching.primitive_batchers[fwd_p] = functools.partial(_batch, fwd_p, present)
-batching.primitive_batchers[bwd_p] = functools.partial(_batch, bwd_p, _bwd_names)
+batching.primitive_batchers[fwd_p] = functools.partial(_batch, fwd_p, "fwd")
+batching.primitive_batchers[bwd_p] = functools.partial(_batch, bwd_p, "bwd")
 
 
 # ---- lowering ------------------------------------------------------------------------------------------------------
 
 
 def _lowerings(direction: str, here: Callable[..., Any], kernel: Callable[..., Any]) -> tuple[Any, Any]:
-    def xla(ctx: Any, *args: Any, how: How) -> Any:
+    cut = sharding.partitioned(functools.partial(_bind, direction), direction)
+
+    def lower(ctx: Any, args: Any, body: Callable[..., Any], how: How) -> Any:
+        if sharding.several_devices(ctx):
+            sharding.refuse_export(ctx)
+            return mlir.lower_fun(functools.partial(cut, how), multiple_results=True)(ctx, *args)
+        run = operands.folded(body, how.spec, direction)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+    def xla(ctx: Any, *args: Any, how: How, devices: Any) -> Any:
+        del devices
         if "xla" not in how.implementation:
             raise Unsupported(
                 "implementation='fa4' needs a CUDA device; this computation is lowered for"
                 f" {', '.join(ctx.module_context.platforms)}. implementation=None or 'xla' runs everywhere"
             )
-        return mlir.lower_fun(functools.partial(here, how=how), multiple_results=True)(ctx, *args)
+        return lower(ctx, args, functools.partial(here, how=how), how)
 
-    def cuda(ctx: Any, *args: Any, how: How) -> Any:
+    def cuda(ctx: Any, *args: Any, how: How, devices: Any) -> Any:
+        if sharding.several_devices(ctx):  # chooses when it is lowered again for the share of one device
+            return lower(ctx, args, here, how)
         problem = problem_of(*ctx.avals_in[:3], how.spec, direction)
-        plan = choose(problem, how, how.arch or device_arch())
+        empty = 0 in (problem.b, problem.t, problem.s, problem.n)
+        plan = None if empty else choose(problem, how, how.arch or device_arch())
         if plan is None:
-            return xla(ctx, *args, how=replace(how, implementation=("xla",)))
-        return mlir.lower_fun(functools.partial(kernel, how=how, plan=plan), multiple_results=True)(ctx, *args)
+            return xla(ctx, *args, how=replace(how, implementation=("xla",)), devices=devices)
+        return lower(ctx, args, functools.partial(kernel, how=how, plan=plan), how)
 
     return xla, cuda
 
 
 def _register(prim: Primitive, direction: str, here: Callable[..., Any], kernel: Callable[..., Any]) -> None:
-    jitted = jax.jit(lambda *args, how: prim.bind(*args, how=how), static_argnames="how")
-
-    def impl(*args: Any, how: How) -> Any:
-        return jitted(*args, how=how)
-
+    jitted = jax.jit(lambda *args, **params: prim.bind(*args, **params), static_argnames=("how", "devices"))
     xla, cuda = _lowerings(direction, here, kernel)
-    prim.def_impl(impl)
+    prim.def_impl(jitted)
     mlir.register_lowering(prim, xla)
     mlir.register_lowering(prim, cuda, platform="cuda")
 
