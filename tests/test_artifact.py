@@ -1,5 +1,6 @@
 """Artifacts as bytes: what was written comes back, and any damage is refused with a text that says what is wrong."""
 
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -53,6 +54,8 @@ def test_round_trip_is_exact_and_deterministic():
     assert Artifact.from_bytes(data).to_bytes() == data
     shuffled = Artifact(**dict(reversed(list(vars(SAMPLE).items()))))
     assert shuffled.to_bytes() == data
+    versions = dict(reversed(list(SAMPLE.versions.items())))
+    assert dataclasses.replace(SAMPLE, versions=versions).to_bytes() == data
 
 
 def test_digest_is_that_of_the_object():
@@ -129,6 +132,13 @@ def test_a_sealed_right_header_is_accepted():
     """The helper above is refused for its headers, not for its own mistakes."""
     header = {"plan": "p", "arch": "a", "host_target": "h", "key": "", "versions": {}, "facts": {}}
     assert Artifact.from_bytes(with_header(header)).object == b"x"
+
+
+def test_another_magic_is_refused():
+    body = bytearray(SAMPLE.to_bytes()[:-DIGEST_BYTES])
+    body[0] ^= 1
+    with pytest.raises(CorruptArtifact, match="starts with"):
+        Artifact.from_bytes(sealed(bytes(body)))
 
 
 def test_other_versions_say_so():

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ class FakeDistributions:
         base = f"nvidia_cutlass_dsl/cu{major}/lib"
         names = [f"{base}/stubs/aarch64-unknown-linux-gnu/{LIBRARY}", f"{base}/{LIBRARY}", f"{base}/other.a"]
         self.files[f"nvidia-cutlass-dsl-libs-cu{major}"] = names
-        elf(self.root / names[0], 183)
+        elf(self.root / names[0], machine)  # on the stub's own machine only the path tells
         return elf(self.root / names[1], machine)
 
     def distribution(self, name: str):
@@ -229,7 +230,7 @@ def test_one_registration_for_many_threads(monkeypatch):
     calls, gate = [], threading.Barrier(8)
     monkeypatch.setattr(runtime, "_registered", {})
     monkeypatch.setattr(runtime, "find", lambda: Library(Path("x"), "a test"))
-    monkeypatch.setattr(runtime, "load", lambda library: {})
+    monkeypatch.setattr(runtime, "load", lambda library: time.sleep(0.02) or {})
     monkeypatch.setattr(runtime, "_register", lambda addresses, name: calls.append(name))
 
     def go():

@@ -58,8 +58,8 @@ def call(
     """Runs the plan's kernels on `operands` (by buffer name) and gives the results by name, scratch dropped.
 
     `shapes` are the extents that the plan cannot know (B, T, S, N, K, ...); `plan.extents` adds what follows from them.
-    Works on concrete arrays, under any trace, with symbolic dimensions, and in `shard_map`: operands that vary over
-    fewer manual axes than others are made to vary over all of them, and so do the results.
+    Works on concrete arrays, under any trace, with symbolic dimensions, and in `shard_map`: the results vary over every
+    manual axis that an operand varies over.
     Wrong operands are a bug of ours: AssertionError with the numbers.
     """
     extents = plan.extents(shapes)
@@ -67,7 +67,8 @@ def call(
         if isinstance(extent, int):
             assert 0 <= extent < EXTENT_LIMIT, f"extent {symbol} is {extent}; kernels take 0 to {EXTENT_LIMIT - 1}"
     arrays = _checked(plan.inputs, operands, extents)
-    arrays, axes = _same_axes(arrays)
+    # ffi_call itself makes its operands vary over the same axes (jax 0.10.0 to 0.11.2), but not its results.
+    axes = frozenset[str]().union(*(_varying(array) for array in arrays))
     results = [_result(buffer, extents, axes) for buffer in plan.outputs]
     runtime.register_if_cuda()
     run = jax.ffi.ffi_call(
@@ -133,17 +134,6 @@ def _checked(inputs: Sequence[Buffer], operands: Mapping[str, Any], extents: dic
         assert shape == wanted, f"operand {buffer.name} must have shape {wanted} {buffer.shape}; it has {shape}"
         arrays.append(array)
     return arrays
-
-
-def _same_axes(arrays: Sequence[Any]) -> tuple[list[Any], frozenset[str]]:
-    """Operands that all vary over the union of their manual axes, and the union: ffi_call takes nothing else."""
-    varying = [_varying(array) for array in arrays]
-    union = frozenset[str]().union(*varying)
-    out = []
-    for array, own in zip(arrays, varying, strict=True):
-        missing = tuple(sorted(union - own))
-        out.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
-    return out, union
 
 
 def _varying(array: Any) -> frozenset[str]:
