@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -346,7 +346,11 @@ def partitioned(bind: Callable[..., Sequence[Any]], direction: str) -> Callable[
 
     def infer(how: Any, _: Any, args: Any, results: Any) -> Any:
         mesh, split, _named = split_of(how, args)
-        return placed(names_out(how.spec, direction), results, mesh, split)
+        put = placed(names_out(how.spec, direction), results, mesh, split)
+        if direction == "bwd" and split.shared:  # part of a mesh axis may cut the key heads; GSPMD cannot place
+            whole = placed(names_out(how.spec, direction), results, mesh, replace(split, key_heads=()))
+            put = [*put[:1], *whole[1:3], *put[3:]]  # a result of jit so
+        return put
 
     def rule(how: Any, _: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
         return shardy_rule(how.spec, direction, [tuple(x.shape) for x in (*operands, *results)])
