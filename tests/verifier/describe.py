@@ -1,0 +1,127 @@
+"""Launch -> the verifier's input, and the binding of a reference function to the call's buffers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from launch import ITEM_BYTES, Launch, TensorMap
+
+ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}
+
+
+def normal(ptx: str) -> str:
+    """Drops a reuse hint that the verifier does not take; line numbers stay."""
+    return ptx.rstrip("\0").replace(".collector::a::discard", "")
+
+
+def votes(ptx: str) -> list[int]:
+    """1-based lines of the branches that depend on a warp vote: the only data-dependent ones of our kernels."""
+    lines = ptx.splitlines()
+    at = [i for i, text in enumerate(lines) if "vote.sync" in text]
+    return [next(j + 1 for j in range(i, len(lines)) if re.match(r"\s*@!?%p\d+ bra", lines[j])) for i in at]
+
+
+def _tensor_map(index: int, m: TensorMap) -> dict[str, Any]:
+    return {
+        "parameter": index,
+        "object": m.tensor,
+        "element_type": ELEMENT[m.dtype],
+        "rank": len(m.shape),
+        "base_byte_offset": 0,
+        "global_shape": list(m.shape),
+        "global_strides_bytes": list(m.strides),
+        "box_shape": list(m.box),
+        "element_strides": [1] * len(m.shape),
+        "swizzle": f"{m.swizzle}B" if m.swizzle else "none",
+        "interleave": "none",
+        "oob_fill": "zero",
+    }
+
+
+def kernel_input(launch: Launch, arm: bool | int | None = None) -> dict[str, Any]:
+    """The input JSON. arm: what voted branches do: True taken, False not, an int a seeded mixture over warps, None for
+    kernels without any."""
+    declarations: list[dict] = []
+    arguments: list[dict] = []
+    maps: list[dict] = []
+    arrays: list[dict] = []
+    for p in launch.parameters:
+        if p.kind == "map":
+            declarations.append({"parameter": p.index, "type": "tensor_map", "object": p.name})
+            maps.append(_tensor_map(p.index, p.value))
+        elif p.kind == "pointer":
+            declarations.append({"parameter": p.index, "type": "pointer", "space": "global", "object": p.name})
+            if launch.buffers[p.name][0] == "int32" and p.name in launch.contents:
+                values = [int(x) for x in launch.contents[p.name]]
+                if min(values) < 0:
+                    raise ValueError(f"{p.name}: the verifier takes known values >= 0 only, there is {min(values)}")
+                arrays.append({"parameter": p.index, "element_type": "s32", "shapes": [values]})
+        elif p.kind == "int32":
+            arguments.append({"parameter": p.index, "type": "u32", "value": p.value})
+    how: dict[str, Any] = {
+        "grid_dim": list(launch.grid),
+        "block_dim": [launch.block, 1, 1],
+        "dynamic_shared_bytes": launch.smem,
+    }
+    if launch.cluster > 1:
+        how["cluster_dim"] = [launch.cluster, 1, 1]
+    made: dict[str, Any] = {
+        "schema": "spverify.kernel-input/v1",
+        "entry": launch.entry,
+        "launch": how,
+        "declarations": declarations,
+        "arguments": arguments,
+        "tma_descriptors": maps,
+        "shape_arrays": arrays,
+    }
+    lines = votes(launch.ptx)
+    if lines and arm is None:
+        raise ValueError(f"lines {lines} branch on a vote: an arm must be chosen")
+    if lines:
+        what = {"taken": arm} if isinstance(arm, bool) else {"taken": "random", "seed": arm}
+        made["branch_decisions"] = [{"line": n, "note": "depends on a warp vote", **what} for n in lines]
+    return made
+
+
+def _place(launch: Launch, name: str) -> tuple[str, list[int], list[int], int]:
+    """(allocation, shape, byte strides, element bytes) of a buffer."""
+    dtype, shape = launch.buffers[name]
+    strides, size = [], ITEM_BYTES[dtype]
+    for n in reversed(shape):
+        strides.insert(0, size)
+        size *= n
+    return f"6:global{len(name)}:{name}", list(shape), strides, ITEM_BYTES[dtype]
+
+
+def binding(launch: Launch, inputs: list[str], outputs: list[str]) -> dict[str, Any]:
+    """Which buffers the reference's arguments and results are."""
+    side: dict[str, Any] = {"allocations": {}, "parameters": {}, "layouts": {}}
+    arguments = []
+    for name in inputs:
+        at, shape, strides, size = _place(launch, name)
+        side["allocations"][at] = name
+        side["layouts"][at] = {
+            "source_offset": 0,
+            "target_offset": 0,
+            "element_bytes": size,
+            "shape": shape,
+            "source_strides_bytes": strides,
+            "target_strides_bytes": strides,
+        }
+        arguments.append({"name": name, "allocation": at, "dtype": launch.buffers[name][0]})
+    tensors = []
+    for name in outputs:
+        at, shape, strides, size = _place(launch, name)
+        both = {f"{s}_{k}": v for s in ("left", "right") for k, v in (("allocation", at), ("offset", 0))}
+        both |= {f"{s}_strides_bytes": strides for s in ("left", "right")}
+        tensors.append({**both, "element_bytes": size, "shape": shape})
+    one = {"kind": "dense_tensor", **tensors[0]} if len(tensors) == 1 else None
+    return {
+        "schema": "spverify.equivalence-mapping.v1",
+        "left_inputs": side,
+        "right_inputs": side,
+        "outputs": one or {"kind": "dense_tensors", "tensors": tensors},
+        "output_value_semantics": "ideal_real",
+        "reference": {"arguments": arguments},
+    }
