@@ -17,6 +17,7 @@ class MBarrier:
         self.cta, self.at = cta, at
         self.expected = self.pending = count
         self.tx = self.phase = self.observed = 0
+        self.copies = False  # has it ever expected bytes? Then what it guards came by copy, not from tcgen05
 
     def __str__(self):
         arrivals = f"{self.pending} of {self.expected} arrivals pending"
@@ -35,6 +36,7 @@ class MBarrier:
         self._advance()
 
     def expect(self, count, report):
+        self.copies = True
         self.tx += count
         self._bytes(report)
 

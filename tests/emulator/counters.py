@@ -21,6 +21,10 @@ class Counters:
     def add(self, warp, cause, amount):
         self.amounts[self.role(warp)][cause] += amount
 
+    def add_cta(self, cta, warp, cause, amount):
+        """An amount that falls to `cta`, caused by `warp` of itself or of its peer."""
+        self.add(warp, cause, amount)
+
     def total(self, name):
         """Sum over roles of a family or cause."""
         return sum(t.get(name, 0) for table in (self.instructions, self.amounts) for t in table.values())

@@ -127,6 +127,7 @@ def mbarrier_wait(program, ins):
         ok = barrier.passed(value & 1) if parity else barrier.phase != value
         if ok:
             barrier.observed = max(barrier.observed, barrier.phase if parity else value + 1)
+            w.unfenced = w.unfenced or not barrier.copies
         if w.mask is None:
             row[:] = ok
         else:
@@ -143,7 +144,6 @@ def mbarrier_wait(program, ins):
         ok = test(w)
         w.wait = None
         if ok:
-            w.unfenced = True
             return True
         w.machine.poll(w)
         if not trying or w.machine.spurious():

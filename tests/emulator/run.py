@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import isa_async, isa_memory, isa_sync, isa_tcgen05, isa_wgmma, tensor
+from . import isa_async, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_wgmma, tensor
 from .barriers import WARP
 from .counters import Counters
 from .engine import Engine
@@ -18,7 +18,7 @@ from .parse import parse
 from .program import Program
 from .schedule import Scheduler, policy_of
 
-ISA = (isa_async, isa_memory, isa_sync, isa_tcgen05, isa_wgmma)  # importing them registers their instructions
+ISA = (isa_async, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_wgmma)  # importing them registers their instructions
 _programs = {}
 
 
@@ -92,6 +92,9 @@ class Machine:
         self._check_maps()
         self.events = self.executed = self.finished_clusters = 0
         self.matmul = tensor.exact if exact else lambda a, b, c, dtype: tensor.fast(a, b, c)
+        # D^T = B A^T + C^T for accumulators that lie column by column in tensor memory; None: only through matmul
+        self.transposed = None if exact else lambda a, b, c: tensor.fast(b, a, c)
+        self.pair_requests = {}  # tcgen05.alloc.cta_group::2 of a pair of CTAs
         self.slots = []  # register files free for the next CTA
         self.forced = False
 
