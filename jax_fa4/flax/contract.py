@@ -7,8 +7,10 @@ silently loses the mask; nnx passes nine of them, `is_causal` included, to whate
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,6 @@ from jax_fa4.api import attention
 from jax_fa4.config import config
 from jax_fa4.flax import masks
 from jax_fa4.flax.masks import Mask
-from jax_fa4.primitives import warn_once
 from jax_fa4.spec import Unsupported
 
 Array = Any
@@ -235,9 +236,10 @@ class Call:
             if takes_all or name in names:
                 passed[name] = x
             elif name in self.extras or _in_use(name, x, options):
+                said = "sow_weights=True" if name == "module" else f"{name}={x!r}"
                 raise ValueError(
-                    f"{name}={x!r} would not reach the attention_fn {_label(fn)}, which has no argument of that name;"
-                    " leave it out, or use jax_fa4.flax.attention_fn()"
+                    f"{said} would not reach the attention_fn {_label(fn)}, which has no argument {name!r}; leave it"
+                    " out, or use jax_fa4.flax.attention_fn()"
                 )
         mask, is_causal = self.mask, self.is_causal
         if is_causal and not (takes_all or "is_causal" in names):
@@ -348,6 +350,12 @@ def _cause(drops: bool, rate: float, module: Any, dot_general: Any, qk: Any, pv:
         if x is not None:
             return name
     return None
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """One warning in the life of the process for each text."""
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 # The function of the drop-in modules, one object for all.
