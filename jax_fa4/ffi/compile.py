@@ -60,7 +60,7 @@ class Facts:
     """Of one object: its kernels, and ptxas' log with its advice."""
 
     kernels: tuple[KernelFacts, ...]
-    serialised: tuple[str, ...] = ()  # C7512 and its like: wgmma that waits for each before the next
+    serialised: tuple[str, ...] = ()  # C7512 and its like: each wgmma waits for the one before
     log: str = field(default="", repr=False)
 
     @property
@@ -108,7 +108,7 @@ def build(plan: Plan, *, host_target: str = BASELINE, keep_ptx: bool = False) ->
 def _judge(plan: Plan, facts: Facts) -> None:
     """Refuses what compiles silently and runs badly."""
     if not facts.kernels:
-        raise BuildError(f"ptxas said nothing of {plan}: its remarks were not found in {facts.log!r}")
+        raise BuildError(f"no word of ptxas on {plan}: the DSL's remarks have another form than known, {facts.log!r}")
     if facts.serialised:
         raise BuildError(f"ptxas serialises wgmma in {plan}: {'; '.join(facts.serialised)}")
     if facts.spills > plan.spill_allowance:
@@ -117,7 +117,8 @@ def _judge(plan: Plan, facts: Facts) -> None:
         )
 
 
-_ENTRY_LINE = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _NUMBERS = {
     "stack": re.compile(r"(\d+) bytes stack frame"),
     "spill_stores": re.compile(r"(\d+) bytes spill stores"),
@@ -125,19 +126,23 @@ _NUMBERS = {
     "registers": re.compile(r"Used (\d+) registers"),
     "barriers": re.compile(r"used (\d+) barriers"),
 }
-_SERIALISED = re.compile(r"^.*(?:C7512|[Ss]erializ\w+.*wgmma|wgmma.*[Ss]erializ\w+).*$", re.MULTILINE)
+_SERIALISED = re.compile(r"(?:\(C\d+\)[^()]*)?instructions are serialized due to [^']*")  # C7512 and its like
 
 
 def read_remarks(text: str) -> Facts:
-    """ptxas' log (with -v) as facts. Lines that say nothing of a kernel are kept in `log` alone."""
-    pieces = _ENTRY_LINE.split(text)  # [head, name, body, name, body, ...]
+    """ptxas' log (with -v), as the DSL prints it, as facts.
+
+    Where ptxas complains (spills), the DSL colours and wraps its log at any blank: so blanks are all alike here.
+    """
+    log = " ".join(_COLOUR.sub("", text).split())
+    pieces = _ENTRY.split(log)  # [head, name, body, name, body, ...]
     kernels: dict[str, KernelFacts] = {}
     for name, body in zip(pieces[1::2], pieces[2::2], strict=True):
         found = {key: pattern.search(body) for key, pattern in _NUMBERS.items()}
         if found["registers"]:
             kernels[name] = KernelFacts(name, **{key: int(m[1]) if m else 0 for key, m in found.items()})
-    serialised = dict.fromkeys(line.strip() for line in _SERIALISED.findall(text))
-    return Facts(tuple(kernels.values()), tuple(serialised), text)
+    serialised = dict.fromkeys(found.strip() for found in _SERIALISED.findall(log))
+    return Facts(tuple(kernels.values()), tuple(serialised), log)
 
 
 class _OwnThread(io.TextIOBase):

@@ -8,7 +8,7 @@ from jax_fa4.kernels.common.parts import Plan
 from jax_fa4.kernels.sm90.fwd import plan as sm90_fwd
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")  # Hopper, Blackwell
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")  # Hopper, Blackwell
 
 # (arch, direction) -> plan of a problem, or Unsupported where a depth or a combination is in the way.
 _CHOOSE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
@@ -29,9 +29,9 @@ def select(problem: Problem, arch: str) -> Plan:
     for name in ("bias", "mask"):
         if getattr(problem.spec, name):
             raise Unsupported(f"a dense {name}: no kernel takes one; implementation='xla' does{_INSTEAD[name]}")
-    if arch not in ARCHS:
+    if arch not in ARCHITECTURES:
         raise Unsupported(
-            f"arch {arch!r}: kernels are built for {', '.join(ARCHS)}; implementation='xla' runs anywhere"
+            f"arch {arch!r}: kernels are built for {', '.join(ARCHITECTURES)}; implementation='xla' runs anywhere"
         )
     choose = _CHOOSE.get((arch, problem.direction))
     if choose is None:

@@ -54,9 +54,9 @@ def bwd_pre(
     tiles: Int32,
     plan: cutlass.Constexpr,
 ):
-    """Rows that see nothing, are past q_len or pad the tile get LSE +inf, so that exp2(score - inf) = 0 without a mask.
+    """Rows of LSE -inf, past q_len or padding the tile get LSE +inf and delta 0: exp2(score - inf) = 0 needs no mask.
 
-    Their delta keeps -dLSE where the LSE is finite (a sink), and is 0 where it is not.
+    So whatever O, dO and dLSE hold there, NaN included, goes no further. A row that sees only a sink is none of them.
     """
     thread = cute.arch.thread_idx()[0]
     tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
@@ -73,11 +73,8 @@ def bwd_pre(
         at = ((batch.to(Int64) * queries + i) * heads + head) * plan.value_depth
         dot = dot_row(out + at, dout + at, lane, plan)
         whole, slope = lse[line * queries + i], dlse[line * queries + i]
-        two = whole * LOG2_E
-        if tile * plan.rows + row >= q_len:
-            two, dot = Float32.inf, Float32(0.0)
-        delta = dot - slope
-        if (whole == -Float32.inf) | (tile * plan.rows + row >= queries):
+        two, delta = whole * LOG2_E, dot - slope
+        if (whole == -Float32.inf) | (tile * plan.rows + row >= q_len):
             two, delta = Float32.inf, Float32(0.0)
         if (lane == 0) & (row < plan.rows):
             to[row] = two
