@@ -81,7 +81,7 @@ def forward(ops: Operands, spec: AttentionSpec) -> tuple[Array, Array]:
         out = out.transpose(0, 3, 1, 2, 4).reshape(b, size, n, v).astype(call.dtype)
         return call.queries.put(results[0], out, qc, 1), call.queries.put(results[1], lse.reshape(b, n, size), qc, 2)
 
-    start = call.zeros((b, t, n, v), call.dtype), call.zeros((b, n, t))
+    start = call.zeros("btnv", (b, t, n, v), call.dtype), call.zeros("bnt", (b, n, t))
     return _loop(call.queries, rows, start)
 
 
@@ -98,7 +98,7 @@ def backward(
     def rows(qc: Array, sums: _Sums) -> _Sums:
         row = _backward_rows(call, qc, out, lse, dout, dlse)
         begin, end = call.keys_seen(qc)
-        dq = call.zeros(row.query.shape)
+        dq = call.zeros("btkgd", row.query.shape)
         dq, dk, dv, dbias = _loop(
             call.keys, lambda kc, x: _backward_tile(call, row, qc, kc, x), (dq, *sums[1:]), begin, end
         )
@@ -107,10 +107,10 @@ def backward(
         return _Sums(call.queries.add(sums.dq, dq, qc, 1), dk, dv, dbias)
 
     sums = _Sums(
-        call.zeros(ops.query.shape, call.dtype),
-        call.zeros((call.b, call.k, call.s, call.d)),
-        call.zeros((call.b, call.k, call.s, call.v)),
-        call.zeros(ops.bias.shape, call.dbias_dtype) if spec.bias else None,
+        call.zeros("btnd", ops.query.shape, call.dtype),
+        call.zeros("bksd", (call.b, call.k, call.s, call.d)),
+        call.zeros("bksv", (call.b, call.k, call.s, call.v)),
+        call.zero_dbias() if spec.bias else None,
     )
     sums = _loop(call.queries, rows, sums)
     dk = (sums.dk * call.scale).transpose(0, 2, 1, 3).astype(ops.key.dtype)
@@ -192,7 +192,7 @@ class _Call:
         self.precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
         side_q, side_k = tile_sides(self.b * self.n, self.t, self.s)
         self.queries, self.keys = _Tiles.cut(self.t, side_q), _Tiles.cut(self.s, side_k)
-        self._zero = _zero_of((*self._used(), *others), self.acc)
+        self._zero = _zero_of(ops.query, (*self._used(), *others), self.acc)
 
     def _used(self) -> list[Array]:
         """The operands that the spec says matter."""
@@ -205,21 +205,31 @@ class _Call:
             used += [x] if flag else []
         return used
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
-        """Zeros that vary over the mesh axes over which any operand varies, as a loop's carry must."""
-        return jnp.zeros(shape, dtype or self.acc) + self._zero.astype(dtype or self.acc)
+    def zeros(self, axes: str, shape: tuple[int, ...], dtype: Any = None) -> Array:
+        """Zeros typed as a loop's carry must be: varying over the mesh axes over which any operand varies, and, on a
+        mesh with explicit axes, sharded as the query is in batch and heads. `axes` names the axes, b n k g among them.
+        """
+        zero = self._zero
+        if "n" not in axes:
+            zero = zero.reshape(self.b, self.k, self.g)
+            zero = zero if "g" in axes else jnp.sum(zero[:, :, :0], axis=2)
+        zero = jnp.expand_dims(zero, [a for a, name in enumerate(axes) if name not in "bnkg"])
+        return jnp.zeros(shape, dtype or self.acc) + zero.astype(dtype or self.acc)
+
+    def zero_dbias(self) -> Array:
+        """What dbias starts from, typed likewise. Each element gets one tile's sum unless bias is broadcast along t or
+        s: then it is kept in bias's own dtype, so that the caller's S x S buffer is not doubled; else in acc."""
+        bias = self.ops.bias
+        dtype = self.acc if 1 in bias.shape[2:] else bias.dtype
+        own = jnp.sum(bias[:, :, :0, :0], axis=(2, 3), keepdims=True)
+        zero = own.astype(self.acc) + jnp.sum(self._zero[:0])
+        return jnp.zeros(bias.shape, dtype) + zero.astype(dtype)
 
     @property
     def hides(self) -> bool:
         """Whether a row may see no key (a bias of -inf hides too)."""
         f = self.spec
         return f.band or f.lengths or f.segments or f.mask or f.bias
-
-    @property
-    def dbias_dtype(self) -> Any:
-        """Where each element of dbias gets one tile's sum it is kept in its own dtype, so that the caller's S x S
-        buffer is not doubled; where tiles add up, in acc."""
-        return self.acc if 1 in self.ops.bias.shape[2:] else self.ops.bias.dtype
 
     def dot(self, equation: str, x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, precision=self.precision, preferred_element_type=self.acc)
@@ -311,12 +321,12 @@ class _Call:
         return cap * bent, bent
 
 
-def _zero_of(operands: tuple[Array, ...], dtype: Any) -> Array:
-    """The number 0, typed as varying over every mesh axis over which an operand varies: sums over empty slices, which
-    XLA folds away and no nan can enter."""
-    zero = jnp.zeros((), dtype)
+def _zero_of(query: Array, operands: tuple[Array, ...], dtype: Any) -> Array:
+    """Zeros [b, n] of the query's sharding that vary over every mesh axis over which an operand varies: sums over
+    empty slices, which XLA folds away and no nan can enter."""
+    zero = jnp.sum(query[:, :0, :, :0].astype(dtype), axis=(1, 3))
     for x in operands:
-        zero = zero + jnp.sum(jnp.ravel(x)[:0].astype(dtype))
+        zero = zero + jnp.sum(x[..., None][..., :0].astype(dtype))
     return zero
 
 
@@ -360,8 +370,8 @@ def _softmax_rows(call: _Call, qc: Array) -> _Partial:
     query = call.query(qc)
     if call.keys.count == 1:
         return _softmax_tile(call, query, qc, 0)
-    shape = (call.b, call.k, call.g, call.queries.size)
-    none = _Partial(call.zeros(shape) - jnp.inf, call.zeros(shape), call.zeros((*shape, call.v)))
+    zero = call.zeros("bkgt", (call.b, call.k, call.g, call.queries.size))
+    none = _Partial(zero - jnp.inf, zero, call.zeros("bkgtv", (*zero.shape, call.v)))
     begin, end = call.keys_seen(qc)
     return _loop(call.keys, lambda kc, x: _merge(x, _softmax_tile(call, query, qc, kc)), none, begin, end)
 
