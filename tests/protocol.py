@@ -3,9 +3,9 @@
 Why no interleavings are enumerated. Let every wait be for a number of completed phases, not for a parity. Then an
 event, once possible, stays possible: more progress elsewhere never takes it away. So "e always precedes f" is decided
 by one run: stop e's agent right before e, let everyone else run as far as they can, and see whether f happened. One
-such run for every event decides every order. On top of that each wait is shown to meet the phase it means and no other of
-the same parity, and each arrival to fall into its phase, which makes the machine's parity waits equal to the counted
-ones. tests/test_protocol.py compares the verdicts with a search of all interleavings on small random protocols.
+such run for every event decides every order. On top of that each wait is shown to meet the phase it means and no
+other of the same parity, and each arrival to fall into its phase, which makes the machine's parity waits equal to the
+counted ones. tests/test_protocol.py compares the verdicts with a search of all interleavings.
 """
 
 from __future__ import annotations

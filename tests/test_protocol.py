@@ -102,6 +102,31 @@ def test_a_stage_freed_one_product_early_is_found():
     assert "overwrite" in {f.kind for f in checker.check(broken)}
 
 
+def test_a_wait_that_an_older_phase_satisfies_is_found():
+    """Only the parity errs: counted, the wait is right. The machine lets it pass at once."""
+    x, b = ("x",), ("b",)
+    agents = {
+        ("producer",): [Arrive(b, 0), Write(x, 0), Arrive(b, 1)],
+        ("consumer",): [Wait(b, 1), Read(x, 0)],
+    }
+    p = Protocol(agents, {b: 1})
+    assert search(p) == "overwrite"
+    assert {f.kind for f in checker.check(p)} == {"early wait"}
+
+
+def test_a_wait_whose_phase_may_be_gone_is_found():
+    b = ("b",)
+    p = Protocol({("producer",): [Arrive(b, 0), Arrive(b, 1)], ("consumer",): [Wait(b, 0)]}, {b: 1})
+    assert search(p) == "deadlock"
+    assert {f.kind for f in checker.check(p)} == {"missed wait"}
+
+
+def test_an_arrival_that_may_fall_into_an_older_phase_is_found():
+    b = ("b",)
+    p = Protocol({("one",): [Arrive(b, 0)], ("two",): [Arrive(b, 1)]}, {b: 1})
+    assert "wrong phase" in {f.kind for f in checker.check(p)}
+
+
 # The checker against a search of all interleavings ------------------------------------------------------------------
 
 
