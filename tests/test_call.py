@@ -106,6 +106,13 @@ def test_scratch_is_dropped():
     }
 
 
+def test_scratch_is_given_where_asked_for():
+    operands = {b.name: shaped(*b.sized({"B": 2, "T": 8, "S": 8, "I": 8}), dtype=b.dtype) for b in Toy().inputs}
+    shapes = {"B": 2, "T": 8, "S": 8}
+    made = jax.eval_shape(lambda ops: call.call(Toy(), ARTIFACT, ops, shapes, scratch=True), operands)
+    assert {n: x.shape for n, x in made.items()} == {"out": (2, 8, 64), "work": (2, 16), "lse": (2, 8)}
+
+
 def test_lowering_needs_no_runtime_library(monkeypatch):
     def missing():
         raise runtime.RuntimeMissing("not here")
@@ -286,8 +293,10 @@ def test_without_the_dsl_the_error_says_where_was_looked(tmp_path, monkeypatch):
 def test_a_stored_object_needs_no_compiler(tmp_path, monkeypatch):
     from jax_fa4.ffi import compile as compiler
 
-    monkeypatch.setattr(compiler, "build", lambda plan, *, host_target: compiler.Built(OBJECT, compiler.Facts(())))
+    monkeypatch.setattr(
+        compiler, "build", lambda plan, *, host_target: compiler.Built(OBJECT, compiler.Facts((), log="took 3 ms"))
+    )
     made = call.compiled(Toy(), store.Store([tmp_path / "store"]))
-    assert (made.object, made.facts["kernels"]) == (OBJECT, [])
+    assert (made.object, made.facts) == (OBJECT, {"kernels": [], "serialised": []})  # the log is no fact
     monkeypatch.delattr(compiler, "build")
     assert call.compiled(Toy(), store.Store([tmp_path / "store"])) == made

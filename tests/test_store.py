@@ -309,7 +309,8 @@ def test_an_entry_that_is_no_private_file_is_not_loaded(folder, tmp_path, kind):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert second.get(plan, build=fake_build).object == object_of(plan)
-    assert any("is not used" in str(w.message) for w in said)
+    why = {"link": "symbolic links", "folder": "directory", "fifo": "not a regular file", "writable": "mode 0666"}[kind]
+    assert any("is not used" in str(w.message) and why in str(w.message) for w in said)
     assert second.counters() == counted(builds=1, misses=1, corrupt=1)
     if kind != "folder":  # a file cannot be renamed over a folder: that stays a miss
         assert Store([folder]).get(plan, build=never).object == object_of(plan)
@@ -638,6 +639,16 @@ def test_precompile_survives_what_kills_a_worker(folder):
 def test_precompile_needs_a_folder():
     with pytest.raises(ValueError, match="folder"):
         bundle.precompile([FakePlan()], Store(), progress=False)
+
+
+def test_the_same_plan_gives_the_same_file(tmp_path):
+    names = set()
+    for name in ("one", "two"):
+        kept = Store([tmp_path / name])
+        kept.get(FakePlan(), build=fake_build)
+        (path,) = (tmp_path / name).glob("*" + SUFFIX)
+        names.add((path.name, path.read_bytes()))
+    assert len(names) == 1
 
 
 def test_an_artifact_of_the_store_says_what_it_was_built_from(folder):

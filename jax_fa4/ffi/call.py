@@ -18,7 +18,7 @@ from jax_fa4.mask import UNBOUNDED
 EXTENT_LIMIT = 2**31  # kernels take extents as int32
 
 
-class Callable_(Protocol):
+class CallPlan(Protocol):
     """What `call` reads of a plan."""
 
     @property
@@ -53,9 +53,11 @@ def compiled(plan: Any, where: store.Store | None = None) -> Artifact:
 
 
 def call(
-    plan: Callable_, artifact: Artifact, operands: Mapping[str, Any], shapes: dict[str, int]
+    plan: CallPlan, artifact: Artifact, operands: Mapping[str, Any], shapes: dict[str, int], *, scratch: bool = False
 ) -> dict[str, jax.Array]:
-    """Runs the plan's kernels on `operands` (by buffer name) and gives the results by name, scratch dropped.
+    """Runs the plan's kernels on `operands` (by buffer name) and gives the results by name.
+
+    Scratch is dropped, unless `scratch` asks for it (tests of a kernel whose results are another's scratch).
 
     `shapes` are the extents that the plan cannot know (B, T, S, N, K, ...); `plan.extents` adds what follows from them.
     Works on concrete arrays, under any trace, with symbolic dimensions, and in `shard_map`: the results vary over every
@@ -78,7 +80,7 @@ def call(
         output_layouts=[_row_major(buffer) for buffer in plan.outputs],
     )
     made = run(*arrays, module=artifact.object, key=artifact.digest)
-    return {b.name: array for b, array in zip(plan.outputs, made, strict=True) if b.role != "scratch"}
+    return {b.name: array for b, array in zip(plan.outputs, made, strict=True) if scratch or b.role != "scratch"}
 
 
 def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -326,8 +326,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def _plain(facts: Any) -> dict[str, Any]:
-    """Facts as they come back from disk, so that an artifact is the same wherever it comes from."""
-    facts = dataclasses.asdict(facts) if dataclasses.is_dataclass(facts) and not isinstance(facts, type) else facts
+    """Facts as they come back from disk, so that an artifact is the same wherever it comes from.
+
+    Fields that a dataclass leaves out of its repr stay out: the compiler's log has times and paths of the machine in
+    it, and the same plan shall give the same bytes.
+    """
+    if dataclasses.is_dataclass(facts) and not isinstance(facts, type):
+        kept = [f.name for f in dataclasses.fields(facts) if f.repr]
+        facts = {name: value for name, value in dataclasses.asdict(facts).items() if name in kept}
     plain = json.loads(json.dumps(facts, allow_nan=False))
     assert isinstance(plain, dict), f"facts must be named; they are {facts!r}"
     return plain
