@@ -140,6 +140,7 @@ IMPORT_BREACHES = {
     "role takes the call": ("jax_fa4/kernels/sm90/fwd/load.py", "from jax_fa4.ffi import call"),
     "common knows an arch": ("jax_fa4/kernels/common/rows.py", "from jax_fa4.kernels.sm90 import wgmma"),
     "arch helper takes a pass": ("jax_fa4/kernels/sm90/wgmma.py", "from jax_fa4.kernels.sm90.fwd import plan"),
+    "role takes another pass's package": ("jax_fa4/kernels/sm90/bwd/load.py", "from jax_fa4.kernels.sm90 import fwd"),
     "select takes a kernel": ("jax_fa4/kernels/__init__.py", "from jax_fa4.kernels.sm90.fwd import kernel"),
     "select takes cutlass lazily": ("jax_fa4/kernels/__init__.py", "def f():\n    import cutlass"),
     "compile takes jax": ("jax_fa4/ffi/compile.py", "import jax"),
@@ -149,6 +150,7 @@ IMPORT_BREACHES = {
         "jax_fa4/primitives.py",
         "import importlib\nimportlib.import_module('cutlass')",
     ),
+    "api takes what stands on it": ("jax_fa4/api.py", "from jax_fa4 import context_parallel"),
     "primitives take the api eagerly": ("jax_fa4/primitives.py", "from jax_fa4.api import attention"),
     "reference takes the kernels": ("jax_fa4/reference.py", "from jax_fa4 import kernels"),
     "api takes flax": ("jax_fa4/api.py", "from jax_fa4.flax import linen"),
@@ -256,6 +258,12 @@ RING_BREACHES = {
             at = start(1)
             for n in cutlass.range(9):
                 step(at, 2)
+    """,
+    "result dropped outside a loop": """
+        def load(ctx):
+            at = start(1)
+            step(at, 2)
+            wait(ctx.full, at)
     """,
     "parameter moved, nothing returned": """
         def take(ctx, at):
@@ -534,6 +542,7 @@ MACHINE_WORDS = [
     "cd /ro" + "ot/.cache",
     "open('/ho" + "me/ann/x')",
     "https:/" + "/wheels.corp.lan/simple",
+    "https:/" + "/notgithub.com/x",
 ]
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 from . import Finding, Source
@@ -76,7 +77,7 @@ TABLE = (
             *MEANING,
             r"jax_fa4\.ffi\.buffers",
             r"jax_fa4\.kernels\.(common|passes)(\..*)?",
-            r"jax_fa4\.kernels\.{arch}(\.\w+)?",
+            r"jax_fa4\.kernels\.{arch}(\.(?!(fwd|bwd)$)\w+)?",
             r"jax_fa4\.kernels\.{arch}\.{way}(\..*)?",
             *DSL,
         ),
@@ -88,7 +89,7 @@ TABLE = (
             *MEANING,
             r"jax_fa4\.ffi\.buffers",
             r"jax_fa4\.kernels\.common(\..*)?",
-            r"jax_fa4\.kernels\.{arch}(\.\w+)?",
+            r"jax_fa4\.kernels\.{arch}(\.(?!(fwd|bwd)$)\w+)?",
             *DSL,
         ),
         never=("jax",),
@@ -101,20 +102,26 @@ TABLE = (
         never=("jax",),
     ),
     Layer(r"jax_fa4\.ffi\.runtime", (*MEANING, r"jax_fa4\.ffi\.(artifact|store)", "jax"), never=DSL),
+    Layer(r"jax_fa4\.operands", (*MEANING, r"jax_fa4\.reference", "jax", "numpy"), never=DSL),
     Layer(r"jax_fa4\.reference", (*MEANING, "jax", "numpy"), never=DSL),
-    Layer(r"jax_fa4\.sharding", (*MEANING, r"jax_fa4\.(config|reference)", "jax", "numpy"), never=DSL),
+    Layer(r"jax_fa4\.sharding", (*MEANING, r"jax_fa4\.(config|operands|reference)", "jax", "numpy"), never=DSL),
     Layer(
-        r"jax_fa4\.(ffi\.(call|bundle)|primitives|api|context_parallel)",
+        r"jax_fa4\.(ffi\.(call|bundle)|primitives|api)",
         (
             *MEANING,
-            r"jax_fa4\.(config|reference|sharding|primitives|kernels)",
+            r"jax_fa4\.(config|operands|reference|sharding|primitives|kernels)",
             r"jax_fa4\.kernels\.common\.parts",
             r"jax_fa4\.ffi(\.(buffers|artifact|store|runtime|call))?",
             "jax",
             "numpy",
             "ml_dtypes",
         ),
-        lazily=(r"jax_fa4\.ffi\.(compile|bundle)", r"jax_fa4\.(api|context_parallel)", "tqdm"),
+        lazily=(r"jax_fa4\.ffi\.(compile|bundle)", r"jax_fa4\.api", "tqdm"),
+        never=DSL,
+    ),
+    Layer(
+        r"jax_fa4\.context_parallel",
+        (*MEANING, r"jax_fa4\.(api|config|operands|reference|sharding|primitives)", "jax", "numpy"),
         never=DSL,
     ),
     Layer(
@@ -155,9 +162,7 @@ class Import(NamedTuple):
 def imports(source: Source, known: set[str]) -> Iterator[Import]:
     """Everything that the file imports, with relative names resolved; `import_module("x")` counts as lazy."""
     package = source.module if source.is_package else source.module.rpartition(".")[0]
-    stack: list[tuple[ast.AST, bool]] = [(source.tree, False)]
-    while stack:
-        node, lazy = stack.pop()
+    for node, lazy in statements(source):
         if isinstance(node, ast.Import):
             yield from (Import(locate(a.name, package, known), node.lineno, lazy) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -166,13 +171,26 @@ def imports(source: Source, known: set[str]) -> Iterator[Import]:
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
                 yield Import(inner if inner in known else base, node.lineno, lazy)
+        elif node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+            yield Import(locate(node.args[0].value, package, known), node.lineno, True)
+
+
+@cache
+def statements(source: Source) -> tuple[tuple[ast.Import | ast.ImportFrom | ast.Call, bool], ...]:
+    """The nodes of a file that import, and whether each is lazy. Kept: the tests ask for the whole tree many times."""
+    found: list[tuple[ast.Import | ast.ImportFrom | ast.Call, bool]] = []
+    stack: list[tuple[ast.AST, bool]] = [(source.tree, False)]
+    while stack:
+        node, lazy = stack.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append((node, lazy))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                yield Import(locate(node.args[0].value, package, known), node.lineno, True)
+            found.append((node, True))
         inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         typing = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         body = set(map(id, node.body)) if typing else set()
         stack.extend((child, inside or id(child) in body) for child in ast.iter_child_nodes(node))
+    return tuple(found)
 
 
 def locate(name: str, package: str, known: set[str]) -> str:
@@ -228,7 +246,7 @@ def check_imports(files: Iterable[Source], only: str | None = None) -> list[Find
         for chain in forbidden_chains(source.module, layer.never, eager):
             found.append(Finding(source.path, 1, f"importing it brings in {chain[-1]}: {' -> '.join(chain)}"))
         found += roles_apart(source, files, known)
-    return found
+    return sorted(set(found))
 
 
 def forbidden_chains(module: str, never: tuple[str, ...], eager: dict[str, list[str]]) -> list[list[str]]:
