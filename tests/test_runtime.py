@@ -151,7 +151,7 @@ def fresh(code: str, **env: str) -> str:
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | env,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

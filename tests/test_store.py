@@ -1,8 +1,6 @@
 """The store: built once, found again, never believed blindly, and never in the way when its folder is no good."""
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from store_fakes import FakePlan, fake_build, never, object_of
 
 from jax_fa4.ffi import bundle, store
 from jax_fa4.ffi.artifact import Artifact
@@ -22,53 +21,7 @@ from jax_fa4.ffi.store import COUNTED, SUFFIX, Store, StoreWarning
 
 ROOT = Path(store.__file__).resolve().parents[2]
 NOBODY = 65534
-
-
-@dataclasses.dataclass(frozen=True)
-class FakePlan:
-    depth: int = 64
-    arch: str = "sm_90a"
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeBuilt:
-    object: bytes
-    facts: dict
-
-
-def object_of(plan) -> bytes:
-    """What `fake_build` makes: 48 KB, the size of a real object, that depends on the plan."""
-    return hashlib.sha256(repr(plan).encode()).digest() * 1536
-
-
-def fake_build(plan, *, host_target):
-    return FakeBuilt(object_of(plan), {"host": host_target, "registers": (168,)})
-
-
-def slow_logged_build(plan, *, host_target):
-    """As above, in 0.3 s, with a line in $BUILD_LOG for each start and each end."""
-    log(f"start {os.getpid()}")
-    time.sleep(0.3)
-    log(f"end {os.getpid()}")
-    return fake_build(plan, host_target=host_target)
-
-
-def failing_build(plan, *, host_target):
-    if plan.depth == 13:
-        os.abort()
-    if plan.depth == 14:
-        raise ValueError("depth 14 is not for us")
-    print("chatter of a compiler on stdout", flush=True)
-    return fake_build(plan, host_target=host_target)
-
-
-def log(line: str) -> None:
-    with open(os.environ["BUILD_LOG"], "a") as file:
-        file.write(line + "\n")
-
-
-def never(plan, *, host_target):
-    raise AssertionError(f"{plan} was built again")
+PATIENCE = 200  # seconds for child processes on a busy machine
 
 
 def counted(**kinds):
@@ -76,12 +29,18 @@ def counted(**kinds):
 
 
 def child(code: str, *, user: int | None = None, **env: str) -> subprocess.Popen:
-    """A Python process that can import this file as `tests_store`; as another user where we are root."""
+    """A Python process with the store and the fakes (as `t`); as another user where we are root.
+
+    The package's own __init__ brings jax, which the store does not need and which dozens of children would pay for.
+    """
     head = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
-        "import os, warnings; import test_store as t; from jax_fa4.ffi.store import *\n"
+        f"import os, sys, types, warnings; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
+        f"bare = sys.modules['jax_fa4'] = types.ModuleType('jax_fa4'); bare.__path__ = [{str(store.PACKAGE)!r}]\n"
+        "import store_fakes as t; from jax_fa4.ffi.store import *\n"
     )
     if user is not None:
+        # What is imported late must be imported now: the other user may not read where Python is installed.
+        head += "import email.parser; installed_dsl()\n"
         head += f"os.setgroups([]); os.setgid({user}); os.setuid({user})\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code],
@@ -93,7 +52,7 @@ def child(code: str, *, user: int | None = None, **env: str) -> subprocess.Popen
 
 
 def result(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return out.strip()
 
@@ -539,7 +498,7 @@ def test_a_killed_builder_costs_its_build_alone(folder, tmp_path):
     log_path.touch()
     processes = [child(HAMMER, FOLDER=str(folder), BUILD_LOG=str(log_path)) for _ in range(8)]
     killed = set()
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + PATIENCE
     while len(killed) < 2 and time.monotonic() < deadline:
         starts = [int(line.split()[1]) for line in log_path.read_text().split("\n") if line.startswith("start")]
         for pid in set(starts) - killed:
@@ -550,7 +509,7 @@ def test_a_killed_builder_costs_its_build_alone(folder, tmp_path):
     assert len(killed) == 2
     outs = []
     for process in processes:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=PATIENCE)
         if process.pid in killed:
             assert process.returncode == -signal.SIGKILL
         else:
@@ -576,7 +535,7 @@ Store([os.environ["FOLDER"]]).get(t.FakePlan(), build=t.fake_build)
 def test_killed_while_writing(folder):
     """Half an entry never stands under its name; what is left of it is cleaned away later."""
     process = child(KILLED_WRITING, FOLDER=str(folder))
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (out.strip(), process.returncode) == ("writing", -signal.SIGKILL), err
     (left,) = folder.glob(".*.tmp")
     assert not list(folder.glob("*" + SUFFIX))
@@ -606,7 +565,7 @@ def test_a_lock_that_is_never_given_back_does_not_stop_us(folder, monkeypatch):
 def test_precompile_fills_a_store_and_tells_what_is_in_it(folder):
     plans = [FakePlan(d, a) for d in (64, 128, 192) for a in ("sm_90a", "sm_100a")]
     kept = Store([folder])
-    entries = bundle.precompile([*plans, plans[0]], kept, jobs=2, progress=False, builder="test_store:fake_build")
+    entries = bundle.precompile([*plans, plans[0]], kept, jobs=2, progress=False, builder="store_fakes:fake_build")
     assert [e.plan for e in entries] == [repr(p) for p in plans]
     assert all(e.bytes == len(object_of(plans[0])) and e.seconds > 0 for e in entries)
     there = Store([folder])
@@ -627,7 +586,7 @@ def test_precompile_survives_what_kills_a_worker(folder):
     """An abort and an exception cost their own plans; the rest is built and listed; the error names the plans."""
     plans = [FakePlan(d) for d in (13, 14, 64, 128)]
     with pytest.raises(bundle.BundleError) as error:
-        bundle.precompile(plans, Store([folder]), jobs=2, progress=False, builder="test_store:failing_build")
+        bundle.precompile(plans, Store([folder]), jobs=2, progress=False, builder="store_fakes:failing_build")
     text = str(error.value)
     assert "2 of 4 plans" in text
     assert "FakePlan(depth=13" in text and f"exit status -{int(signal.SIGABRT)}" in text
