@@ -27,7 +27,6 @@ KINDS = {
     "registers": ERROR,  # setmaxnreg sums
     "duplicate_issue": ADVISORY,
     "missing_tcgen05_fence": ADVISORY,
-    "unordered_release": ADVISORY,
 }
 
 

@@ -1,5 +1,7 @@
 """tcgen05 but for the MMA: allocation, loads and stores of tensor memory, waits, commit, fences."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from .barriers import find
@@ -187,7 +189,7 @@ class _Access:
         self.read_address, self.offset = reader(program, mem.base, "b32", ins), mem.offset
         index = [r.index if hasattr(r, "index") else None for r in items]
         self.items = items
-        run = None not in index and all(b - a == 1 for a, b in zip(index, index[1:], strict=False))
+        run = None not in index and all(b - a == 1 for a, b in pairwise(index))
         self.rows = slice(index[0], index[0] + len(index)) if run else (None if None in index else np.array(index))
 
     def places(self, w):
@@ -228,8 +230,7 @@ def first_uses(program, ins):
         if (
             other.op.startswith("tcgen05.wait::ld")
             or other.op in ("ret", "exit")
-            or (other.parts[0] == "bra"
-            and other.guard is None)
+            or (other.parts[0] == "bra" and other.guard is None)
         ):
             return copied, None
         if other.parts[0] == "bra":

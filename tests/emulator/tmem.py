@@ -95,7 +95,7 @@ class TensorMemory:
         for name in tables:
             table = getattr(self, name)[first : first + columns, quarters]
             if table.any():
-                column = first + int(np.argmax(table.any(axis=1)))
+                column = first + int(np.argmax(table.reshape(columns, -1).any(axis=1)))
                 doing = {
                     "loads": "a tcgen05.ld that nobody waited for reads",
                     "stores": "a tcgen05.st that nobody waited for writes",
