@@ -1,0 +1,346 @@
+"""Timing attention against its peers on one GPU: one protocol, used by the command line and by every number we publish.
+
+Protocol
+  * Every implementation gets the same inputs: `SETS` independent sets of normal random values (bf16 or fp16), never
+    zeros, one after the other, so that a repeat does not find its operands in the L2 cache.
+  * One timed program runs the call once on each set, jitted as a whole: launch and dispatch cost is shared by the
+    sets. Programs are compiled and run `WARM` times before the clock starts; compilation is never inside.
+  * One sample = queue the program until it fills at least `SAMPLE_SECONDS`, wait for the last result, divide.
+    Implementations take turns, sample by sample, so that all see the same clocks and temperatures. The median of the
+    samples is the time; the spread is (75 % - 25 % quantile) / median.
+  * backward = (forward and backward) - forward, the same for everybody.
+  * FLOPs: 4 b n t s d forward (2 (d + v) for unequal depths), 2.5 times that backward, halved for causal masks, and
+    the visible share for windows. A plain 8192^3 bf16 matrix product is timed in the same run.
+  * Results are compared once with the XLA path before anything is timed; a wrong implementation gets no number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa4.api import attention, is_supported
+from jax_fa4.version import __version__
+
+SETS = 4
+WARM = 2
+SAMPLE_SECONDS = 0.05
+SAMPLES = 7
+TOLERANCE = 0.02  # relative L2 against the XLA path: a wrong mask is off by far more, bf16 rounding by 4e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. `length` queries and keys unless `queries` says otherwise; `batch` x `length` tokens."""
+
+    depth: int
+    length: int
+    batch: int
+    heads: int
+    kv_heads: int = 0  # 0: as many as heads
+    value_depth: int = 0  # 0: as deep as the keys
+    causal: bool = False
+    window: int | None = None  # keys to the left, causal
+    queries: int = 0  # 0: length
+    dtype: str = "bfloat16"
+
+    @property
+    def label(self) -> str:
+        kind = "causal" if self.causal else "full"
+        kind = f"window {self.window}" if self.window is not None else kind
+        shape = f"D{self.depth}" + (f",{self.value_depth}" if self.value_depth else "")
+        heads = f"N{self.heads}" + (f":{self.kv_heads}" if self.kv_heads else "")
+        length = f"T{self.queries} S{self.length}" if self.queries else f"S{self.length}"
+        return f"{shape} {kind} {length} B{self.batch} {heads}"
+
+    @property
+    def pairs(self) -> float:
+        """Visible (query, key) pairs of one head; causal counted as half the square, as everybody does."""
+        t, s = self.queries or self.length, self.length
+        if self.window is not None:
+            i = np.arange(t)
+            return float(np.minimum(i + 1, self.window + 1).sum())
+        return t * s * (0.5 if self.causal and t == s else 1.0)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass."""
+        depth = self.depth + (self.value_depth or self.depth)
+        return 2 * self.batch * self.heads * self.pairs * depth
+
+
+Call = Callable[[Any, Any, Any], Any]
+
+
+def implementations(case: Case, names: list[str], deterministic: bool = False) -> dict[str, Call]:
+    """Callables by name: ours, ours_det, cudnn, xla, tokamax (where installed)."""
+    window = None if case.window is None else (case.window, 0)
+    made: dict[str, Call] = {}
+    for name in names:
+        if name in ("ours", "ours_det"):
+            made[name] = functools.partial(
+                attention,
+                is_causal=case.causal,
+                local_window_size=window,
+                implementation="fa4",
+                deterministic=name == "ours_det",
+            )
+        elif name in ("cudnn", "xla"):
+            made[name] = functools.partial(
+                jax.nn.dot_product_attention,
+                is_causal=case.causal or window is not None,
+                local_window_size=window,
+                implementation=name,
+            )
+        elif name == "tokamax":
+            try:
+                import tokamax
+            except ImportError:
+                continue
+            made[name] = functools.partial(
+                tokamax.dot_product_attention, is_causal=case.causal or window is not None, local_window_size=window
+            )
+        else:
+            raise ValueError(f"unknown implementation {name!r}; there are ours, ours_det, cudnn, xla, tokamax")
+    return made
+
+
+def inputs(case: Case) -> list[tuple[Any, Any, Any, Any]]:
+    """(q, k, v, dout) for each of the sets."""
+    t, k, v = case.queries or case.length, case.kv_heads or case.heads, case.value_depth or case.depth
+    shapes = [(t, case.heads, case.depth), (case.length, k, case.depth), (case.length, k, v), (t, case.heads, v)]
+    sets = []
+    for n in range(SETS):
+        keys = jax.random.split(jax.random.key(n), len(shapes))
+        sets.append(
+            tuple(jax.random.normal(key, (case.batch, *s), case.dtype) for key, s in zip(keys, shapes, strict=True))
+        )
+    return sets
+
+
+def forward_of(call: Call) -> Callable[[Any], Any]:
+    return jax.jit(lambda sets: [call(q, k, v) for q, k, v, _ in sets])
+
+
+def both_of(call: Call) -> Callable[[Any], Any]:
+    def one(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, back = jax.vjp(call, q, k, v)
+        return (out, *back(dout))
+
+    return jax.jit(lambda sets: [one(*s) for s in sets])
+
+
+def sample(program: Callable[[Any], Any], sets: Any, repeats: int) -> float:
+    """Seconds for one call (one set)."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        last = program(sets)
+    jax.block_until_ready(last)
+    return (time.perf_counter() - start) / repeats / SETS
+
+
+def time_in_turn(
+    programs: dict[str, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES
+) -> dict[str, list[float]]:
+    """Samples of every program, taken in turn."""
+    repeats = {}
+    for name, program in programs.items():
+        for _ in range(WARM):
+            jax.block_until_ready(program(sets))
+        once = sample(program, sets, 1) * SETS
+        repeats[name] = max(1, round(SAMPLE_SECONDS / once))
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(samples):
+        for name, program in programs.items():
+            found[name].append(sample(program, sets, repeats[name]))
+    return found
+
+
+def error(got: Any, want: Any) -> float:
+    """Relative L2 distance, computed on the device in float32."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm((got - want).ravel()) / jnp.maximum(jnp.linalg.norm(want.ravel()), 1e-30))
+
+
+@dataclass
+class Row:
+    """What was measured for one case and one implementation."""
+
+    case: str
+    name: str
+    fwd_us: float = 0.0
+    fwd_tflops: float = 0.0
+    bwd_us: float = 0.0
+    bwd_tflops: float = 0.0
+    spread: float = 0.0
+    error: float = 0.0
+    note: str = ""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+def reference_results(case: Case, sets: Any, backward: bool) -> Any:
+    """Results of the XLA path on the first set."""
+    call = functools.partial(
+        attention,
+        is_causal=case.causal,
+        local_window_size=None if case.window is None else (case.window, 0),
+        implementation="xla",
+    )
+    return jax.device_get((both_of if backward else forward_of)(call)(sets[:1])[0])
+
+
+def measure(case: Case, names: list[str], backward: bool = True, samples: int = SAMPLES) -> list[Row]:
+    """Rows for every implementation that takes the case and is right on it."""
+    sets = inputs(case)
+    want = reference_results(case, sets, backward)
+    rows, forwards, boths = [], {}, {}
+    for name, call in implementations(case, names).items():
+        row = Row(case.label, name)
+        rows.append(row)
+        try:
+            fwd, both = forward_of(call), both_of(call)
+            got = both(sets)[0] if backward else (fwd(sets)[0],)
+            pairs = zip(got, want if backward else (want,), strict=True)
+            row.error = max(error(a, jnp.asarray(b)) for a, b in pairs)
+        except Exception as problem:
+            row.note = f"{type(problem).__name__}: {str(problem)[:160]}"
+            continue
+        if not row.error <= TOLERANCE:
+            row.note = f"wrong: {row.error:.1e} from the XLA path"
+            continue
+        forwards[name] = fwd
+        boths[name] = both
+    fwd_times = time_in_turn(forwards, sets, samples)
+    both_times = time_in_turn(boths, sets, samples) if backward else {}
+    for row in rows:
+        if row.name in fwd_times:
+            _fill(row, case, fwd_times[row.name], both_times.get(row.name))
+    return rows
+
+
+def _fill(row: Row, case: Case, fwd: list[float], both: list[float] | None) -> None:
+    one = statistics.median(fwd)
+    row.fwd_us, row.fwd_tflops = one * 1e6, case.flops / one / 1e12
+    quarter = statistics.quantiles(fwd, n=4)
+    row.spread = (quarter[2] - quarter[0]) / one
+    row.samples = {"fwd": fwd, "both": both or []}
+    if both:
+        back = statistics.median(both) - one
+        row.bwd_us, row.bwd_tflops = back * 1e6, 2.5 * case.flops / back / 1e12
+
+
+def matmul_tflops(size: int = 8192) -> float:
+    """The rate of a plain bf16 matrix product, XLA's own."""
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+    program = jax.jit(lambda s: [s[0] @ s[1]])
+    found = time_in_turn({"matmul": program}, (a, b), 3)["matmul"]
+    return 2 * size**3 / (statistics.median(found) * SETS) / 1e12
+
+
+def machine() -> dict[str, Any]:
+    """Card, driver, clocks and versions, as far as they can be read."""
+    info: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jax_fa4": __version__,
+    }
+    query = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        ).stdout
+        info["nvidia_smi"] = dict(
+            zip(query.split(","), [x.strip() for x in text.splitlines()[0].split(",")], strict=True)
+        )
+    except (OSError, IndexError, ValueError, subprocess.TimeoutExpired):
+        info["nvidia_smi"] = None
+    return info
+
+
+def table(rows: list[Row]) -> str:
+    lines = [f"{'case':38s} {'who':9s} {'fwd us':>9s} {'TFLOP/s':>8s} {'bwd us':>9s} {'TFLOP/s':>8s} {'error':>8s}"]
+    for r in rows:
+        note = f"  {r.note}" if r.note else ""
+        lines.append(
+            f"{r.case:38s} {r.name:9s} {r.fwd_us:9.1f} {r.fwd_tflops:8.0f} {r.bwd_us:9.1f} {r.bwd_tflops:8.0f}"
+            f" {r.error:8.1e}{note}"
+        )
+    return "\n".join(lines)
+
+
+def standard_cases(depths: list[int], lengths: list[int], tokens: int) -> list[Case]:
+    """`tokens` in all, 2048 / D heads, full and causal."""
+    return [
+        Case(d, n, max(1, tokens // n), max(1, 2048 // d), causal=causal)
+        for d in depths
+        for causal in (False, True)
+        for n in lengths
+    ]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--depths", type=int, nargs="+", default=[64, 128], metavar="D")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="S")
+    parser.add_argument("--tokens", type=int, default=16384, help="in all; the batch follows (default: %(default)s)")
+    parser.add_argument("--peers", nargs="+", default=["ours", "cudnn"], help="of ours, ours_det, cudnn, xla, tokamax")
+    parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+
+
+def run(args: argparse.Namespace) -> int:
+    if jax.default_backend() != "gpu":
+        print(f"benchmark: the backend is {jax.default_backend()}; times are only of interest on a GPU")
+        return 2
+    cases = standard_cases(args.depths, args.lengths, args.tokens)
+    rows: list[Row] = []
+    before = machine()
+    for case in cases:
+        new = measure(case, args.peers, not args.forward_only, args.samples)
+        rows += new
+        print(table(new).split("\n", 1)[1], flush=True)
+    report = {
+        "machine": before,
+        "after": machine(),
+        "matmul_tflops": matmul_tflops(),
+        "rows": [asdict(r) for r in rows],
+    }
+    print(table(rows))
+    print(f"matmul 8192^3: {report['matmul_tflops']:.0f} TFLOP/s")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+def supported_note(case: Case) -> str:
+    """Why the kernels do not take a case, '' where they do."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(case.dtype))
+    t, k, v = case.queries or case.length, case.kv_heads or case.heads, case.value_depth or case.depth
+    window = None if case.window is None else (case.window, 0)
+    return is_supported(
+        of((case.batch, t, case.heads, case.depth)),
+        of((case.batch, case.length, k, case.depth)),
+        of((case.batch, case.length, k, v)),
+        is_causal=case.causal,
+        local_window_size=window,
+    )[1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments(parser)
+    raise SystemExit(run(parser.parse_args()))
