@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 
 def forward(d, v=None, dtype="bfloat16", **kinds):
     v = d if v is None else v
-    return Plan(dtype, d, v, **kinds, **tiles_for(d, v))
+    return Plan(dtype, d, v, **kinds, **tiles_for(d, v, kinds.get("segments", False)))
 
 
 ALL_KINDS = {"band": True, "segments": True, "soft_cap": True, "sinks": True}
@@ -29,7 +29,7 @@ PLANS = {
     "d128": forward(128),
     "d64 band fp16": forward(64, dtype="float16", band=True),
     "d128 everything": forward(128, **ALL_KINDS),
-    "d256 everything": forward(256, **ALL_KINDS),
+    "d256 everything": forward(256, dtype="float16", **ALL_KINDS),
     "d192 v128 band": forward(192, 128, band=True),
     "d72 v40": forward(72, 40),
     "pre sm_90a": BwdPre("sm_90a", "bfloat16", 128, 64, 128),

@@ -9,6 +9,7 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.common.tiles import all_keys_visible
 from jax_fa4.kernels.sm90 import wgmma
+from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
 from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, scale_rows, weigh
 from jax_fa4.mask import keys_seen
@@ -62,18 +63,6 @@ def hide(ctx, scores, row, key):
 
 
 @cute.jit
-def hide_others(ctx, scores, row, key):
-    """-inf where query and key are of different segments. Ids past T and S are read from the last place: never used."""
-    of_queries, of_keys = ctx.segments
-    view = by_row(scores)
-    mine = [of_queries[cutlass.min(row + 8 * r, ctx.queries - 1)] for r in (0, 1)]
-    for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-        other = of_keys[cutlass.min(key + column_of(c), ctx.keys - 1)]
-        for r in cutlass.range_constexpr(2):
-            view[r, c] = view[r, c] if mine[r] == other else -Float32.inf
-
-
-@cute.jit
 def cap(ctx, scores):
     """s becomes limit * tanh(scale * s / limit), with tanh x = 1 - 2 / (1 + exp 2x).
 
@@ -88,7 +77,7 @@ def cap(ctx, scores):
 
 
 @cute.jit
-def mask(ctx, scores, row, tile, lane):
+def mask(ctx, scores, row, tile, own):
     """Scores capped, hidden pairs at -inf. Only tiles with a hidden pair pay; asked for the warpgroup's 64 rows."""
     plan = ctx.plan
     if const_expr(plan.soft_cap):
@@ -96,9 +85,9 @@ def mask(ctx, scores, row, tile, lane):
     top = ctx.tile * plan.rows + 64 * (ctx.warp // 4 - 1)
     key = tile * plan.keys
     if not all_keys_visible((top, top + 63), (key, key + plan.keys - 1), ctx.band, plan.band):
-        hide(ctx, scores, row, key + 2 * (lane % 4))
+        hide(ctx, scores, row, key + 2 * (ctx.thread % 4))
     if const_expr(plan.segments):
-        hide_others(ctx, scores, row, key + 2 * (lane % 4))
+        hide_others(ctx, scores, row, key, own)
 
 
 @cute.jit
@@ -131,7 +120,6 @@ def attend(ctx):
     plan = ctx.plan
     dtype = DTYPES[plan.dtype]
     thread = ctx.thread - 128
-    lane = thread % 32
     row = ctx.tile * plan.rows + first_row(thread)
     qk, pv = scores_mma(plan), output_mma(plan)
     mine, ours = qk.get_slice(thread), pv.get_slice(thread)
@@ -145,6 +133,7 @@ def attend(ctx):
     peak.fill(-Float32.inf)
     total.fill(0.0)
     out.fill(0.0)
+    own = warp_ids(ctx, row) if const_expr(plan.segments) else None
     behind = start(0)
     wait(ctx.full["q"], start(0))
     if ctx.last > ctx.first:
@@ -153,7 +142,7 @@ def attend(ctx):
         clear_past(ctx, thread, behind)
         warpgroup.wait_group(0)
         arrive(ctx.empty["k"], behind)
-        mask(ctx, scores, row, ctx.last - 1, lane)
+        mask(ctx, scores, row, ctx.last - 1, own)
         weigh(scores, peak, total, ctx.scale)
         narrow.store(scores.load().to(dtype))
         for n in cutlass.range(1, ctx.last - ctx.first, unroll=1):
@@ -164,7 +153,7 @@ def attend(ctx):
             start_output(ctx, out, weights, v, behind.index)
             warpgroup.wait_group(1)
             arrive(ctx.empty["k"], at)
-            mask(ctx, scores, row, ctx.last - 1 - n, lane)
+            mask(ctx, scores, row, ctx.last - 1 - n, own)
             shrink = weigh(scores, peak, total, ctx.scale)
             warpgroup.wait_group(0)
             arrive(ctx.empty["v"], behind)
@@ -177,4 +166,4 @@ def attend(ctx):
     inverse, lse = finish(ctx, row, peak, total)
     normalise(out, inverse)
     store_out(ctx, pv, thread, out)
-    store_lse(ctx, row, lane, lse)
+    store_lse(ctx, row, lse)

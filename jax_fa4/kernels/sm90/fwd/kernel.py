@@ -18,6 +18,7 @@ from jax_fa4.kernels.sm90.fwd.attend import attend
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
 from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of
+from jax_fa4.kernels.sm90.fwd.segments import narrow
 from jax_fa4.kernels.sm90.rows import LOG2_E
 from jax_fa4.kernels.sm90.wgmma import swizzled
 from jax_fa4.mask import Band
@@ -83,6 +84,10 @@ def forward(
     cute.arch.barrier()
     band = example_band(ints, batch, queries, keys)
     first, last = key_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
+    first, last, segments = Int32(first), Int32(last), None
+    if const_expr(plan.segments):
+        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
+        first, last = narrow(plan, tile, band, (first, last), segments, memory.allocate_array(Int32, plan.threads // 8))
     scale, cap = floats[VALUES.scale], None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -95,17 +100,15 @@ def forward(
         head=head,
         kv_head=head // (heads // kv_heads),
         batch=batch,
-        first=Int32(first),
-        last=Int32(last),
+        first=first,
+        last=last,
         queries=queries,
         keys=keys,
         band=band,
         scale=scale * LOG2_E,
         cap=cap,
         sink=sinks[head] if const_expr(plan.sinks) else None,
-        segments=(q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
-        if const_expr(plan.segments)
-        else None,
+        segments=segments,
         q=(q_atom, q, shared["q"]),
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),

@@ -113,7 +113,8 @@ class Plan:
     def smem(self) -> int:
         _, k, v = self.rings
         tiles = self.query_bytes + k.stages * k.bytes + v.stages * v.bytes
-        return tiles + sum(ring.barrier_bytes for ring in self.rings)
+        minima = 16 * (self.threads // 32) * self.segments  # two exchanges of two numbers a warp
+        return tiles + sum(ring.barrier_bytes for ring in self.rings) + minima
 
 
 def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
@@ -135,14 +136,14 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     return (Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),)
 
 
-def tiles_for(depth: int, value_depth: int) -> dict[str, Any]:
+def tiles_for(depth: int, value_depth: int, segments: bool = False) -> dict[str, Any]:
     """Tile sizes by native depths. Registers of a math thread: S keys/2, P keys/4, O value_depth/2."""
     inner, inner_value = native(depth), native(value_depth)
     if inner_value <= 128 and inner <= 192:
         return {"rows": 128, "keys": 128}
     if inner_value <= 192 and inner <= 192:
         return {"rows": 128, "keys": 96}
-    return {"rows": 128, "keys": 80}
+    return {"rows": 128, "keys": 64 if segments else 80}  # 80 spills 52 bytes with segments and all else on
 
 
 def choose(problem: Problem) -> Plan:
@@ -159,5 +160,5 @@ def choose(problem: Problem) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         sinks=spec.sinks,
-        **tiles_for(problem.d, problem.v),
+        **tiles_for(problem.d, problem.v, spec.segments),
     )

@@ -68,10 +68,10 @@ def store_out(ctx, mma, thread, out):
 
 
 @cute.jit
-def store_lse(ctx, row, lane, lse):
+def store_lse(ctx, row, lse):
     """One lane of each quad writes its rows' LSE, up to T."""
     # ctx.lse[...] = inside a dynamic `if` would make ctx itself a carried value, its plan no longer Python.
     to = ctx.lse
     for r in cutlass.range_constexpr(2):
-        if (lane % 4 == 0) & (row + 8 * r < ctx.queries):
+        if (ctx.thread % 4 == 0) & (row + 8 * r < ctx.queries):
             to[row + 8 * r] = lse[r]
