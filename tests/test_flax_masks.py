@@ -59,7 +59,8 @@ CASES = {
     "jax array and causal": (lambda: jnp.asarray(DENSE) & fa.causal(), DENSE & (J <= I)),
     "float mask": (lambda: fa.causal() & DENSE.astype(np.float32), DENSE & (J <= I)),
     "all at once": (
-        lambda: fa.causal() & fa.window((4, 4)) & fa.lengths(LENGTHS) & fa.segments(Q_IDS, K_IDS) & fa.padding(K_OK) & DENSE,
+        lambda: fa.causal() & fa.window((4, 4)) & fa.lengths(LENGTHS)
+        & fa.segments(Q_IDS, K_IDS) & fa.padding(K_OK) & DENSE,
         DENSE & (J <= I) & (J >= I - 4) & (J < LENGTHS[:, None, None])[:, None]
         & (Q_IDS[:, :, None] == K_IDS[:, None, :])[:, None] & K_OK[:, None, None, :],
     ),
@@ -137,7 +138,7 @@ def test_errors():
         fa.causal() & fa.window(3, "bottom_right")
     with pytest.raises(ValueError, match="-1; negatives are refused"):
         fa.window((-1, 0))
-    with pytest.raises(TypeError, match="key_value must be boolean .* int64"):
+    with pytest.raises(TypeError, match=r"key_value must be boolean .* int64"):
         fa.padding(np.array([1, 0]))
     with pytest.raises(TypeError, match="query must be integers; its dtype is float64"):
         fa.segments(np.array([1.0]))
@@ -156,5 +157,5 @@ def test_flax_decoding_refuses_a_lazy_mask_in_words():
 
     layer = nnx.MultiHeadAttention(2, 8, decode=True, attention_fn=fa.attention_fn(), rngs=nnx.Rngs(0))
     layer.init_cache((1, 4, 8))
-    with pytest.raises(AttributeError, match="decode with the modules of jax_fa4.flax"):
+    with pytest.raises(AttributeError, match=r"decode with the modules of jax_fa4\.flax"):
         layer(jnp.ones((1, 1, 8)), mask=fa.causal())

@@ -180,8 +180,8 @@ def test_signatures_hold_flaxs():
         assert [n for n in theirs if n not in mine] == []
         positional = [n for n, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n not in mine]
         assert positional == []
-    before = [n for n in inspect.signature(nn.dot_product_attention).parameters][:12]
-    assert [n for n in inspect.signature(fa.attention_fn()).parameters][:12] == before
+    before = list(inspect.signature(nn.dot_product_attention).parameters)[:12]
+    assert list(inspect.signature(fa.attention_fn()).parameters)[:12] == before
 
 
 # ---- attention_fn in Flax's own modules -----------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_attention_fn_in_flaxs_linen(call):
     close(with_ours.apply(variables, *args, **kwargs), own.apply(variables, *args, **kwargs))
 
 
-@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_attention_fn_in_flaxs_nnx(kv_heads):
     own, with_ours = (
         nnx.MultiHeadAttention(HEADS, E, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0), **fn)
