@@ -3,7 +3,7 @@
 On cuda they lower to kernels where a plan exists, everywhere else to the XLA path, so that one jaxpr runs anywhere.
 Operands are flat, in the order of `reference.Operands`; optional ones are there when the spec says so. All may have any
 number of leading axes (operands.AXES). On several devices the lowering goes through sharding.partitioned, unless the
-code is inside a shard_map over all axes, or on a mesh with explicit axes, where `forward` makes that shard_map.
+code is inside a shard_map over all axes, or on a mesh with explicit axes, where the lowering makes that shard_map.
 """
 
 from __future__ import annotations
@@ -97,33 +97,20 @@ bwd_p.multiple_results = True
 
 def forward(ops: Operands, how: How) -> tuple[Any, Any]:
     """out [..., T, N, V] in the query's dtype and lse [..., N, T] (float32, or float64 for float64)."""
-    out, lse = _placed("fwd", *flatten(ops, how.spec), how=how)
+    out, lse = _bind("fwd", *flatten(ops, how.spec), how=how)
     return out, lse
 
 
 def backward(ops: Operands, how: How, saved: tuple[Any, Any], cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     """(dq, dk, dv, dbias or None) from the saved (out, lse) and the cotangents (dout, dlse)."""
-    grads = _placed("bwd", *flatten(ops, how.spec), *saved, *cotangents, how=how)
+    grads = _bind("bwd", *flatten(ops, how.spec), *saved, *cotangents, how=how)
     return (*grads, None)[:4]
-
-
-@functools.partial(jax.jit, static_argnames=("direction", "how"), inline=True)
-def _placed(direction: str, *flat: Any, how: How) -> list[Any]:
-    """One pass, on a mesh with explicit axes as a shard_map. Jitted and inlined: called eagerly it is traced once."""
-    shapes = operands.result_shapes(_named(flat, how, direction, "shape"), how.spec, direction)
-    bind = functools.partial(_bind, direction, how=how)
-    mapped = sharding.over_explicit_mesh(bind, flat, how.spec, direction, shapes)
-    return list(bind(*flat)) if mapped is None else list(mapped)
 
 
 def _bind(direction: str, *flat: Any, how: How) -> Sequence[Any]:
     prim = fwd_p if direction == "fwd" else bwd_p
-    devices = None if sharding.fully_manual() else sharding.needs_devices()
+    devices = None if sharding.placed_by_types(flat) else sharding.needs_devices()
     return prim.bind(*sharding.vary(flat), how=how, devices=devices)
-
-
-def _named(xs: Sequence[Any], how: How, direction: str, attribute: str) -> dict[str, Any]:
-    return {name: getattr(x, attribute) for name, x in zip(names_in(how.spec, direction), xs, strict=True)}
 
 
 def _fwd_here(*flat: Any, how: How) -> list[Any]:
@@ -174,9 +161,11 @@ def _run(plan: Any, operands: dict[str, Any]) -> dict[str, Any]:
 
 def _abstract(direction: str, *avals: Any, how: How, devices: Any) -> list[Any]:
     del devices
-    shapes = operands.result_shapes(_named(avals, how, direction, "shape"), how.spec, direction)
-    dtypes = operands.result_dtypes(_named(avals, how, direction, "dtype"), how.spec, direction)
-    return [sharding.like(avals[0], shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    named = dict(zip(names_in(how.spec, direction), avals, strict=True))
+    shapes = operands.result_shapes({name: x.shape for name, x in named.items()}, how.spec, direction)
+    dtypes = operands.result_dtypes({name: x.dtype for name, x in named.items()}, how.spec, direction)
+    returned = zip(operands.names_out(how.spec, direction), shapes, dtypes, strict=True)
+    return sharding.result_avals(named, list(returned))
 
 
 fwd_p.def_abstract_eval(functools.partial(_abstract, "fwd"))
@@ -246,10 +235,17 @@ batching.primitive_batchers[bwd_p] = functools.partial(_batch, bwd_p, "bwd")
 def _lowerings(direction: str, here: Callable[..., Any], kernel: Callable[..., Any]) -> tuple[Any, Any]:
     cut = sharding.partitioned(functools.partial(_bind, direction), direction)
 
-    def lower(ctx: Any, args: Any, body: Callable[..., Any], how: How) -> Any:
-        if sharding.several_devices(ctx):
+    def cut_up(ctx: Any, how: How) -> Any:
+        """The pass as shares that are lowered again, each for one device; None where this is one already."""
+        run = sharding.over_explicit_mesh(
+            functools.partial(_bind, direction, how=how), ctx.avals_in, how.spec, direction
+        )
+        if run is None and sharding.several_devices(ctx):
             sharding.refuse_export(ctx)
-            return mlir.lower_fun(functools.partial(cut, how), multiple_results=True)(ctx, *args)
+            run = functools.partial(cut, how)
+        return run
+
+    def lower(ctx: Any, args: Any, body: Callable[..., Any], how: How) -> Any:
         run = operands.folded(body, how.spec, direction)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
@@ -260,12 +256,15 @@ def _lowerings(direction: str, here: Callable[..., Any], kernel: Callable[..., A
                 "implementation='fa4' needs a CUDA device; this computation is lowered for"
                 f" {', '.join(ctx.module_context.platforms)}. implementation=None or 'xla' runs everywhere"
             )
+        if run := cut_up(ctx, how):
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
         return lower(ctx, args, functools.partial(here, how=how), how)
 
     def cuda(ctx: Any, *args: Any, how: How, devices: Any) -> Any:
-        if sharding.several_devices(ctx):  # chooses when it is lowered again for the share of one device
-            return lower(ctx, args, here, how)
-        problem = problem_of(*ctx.avals_in[:3], how.spec, direction)
+        if run := cut_up(ctx, how):
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+        query, key, value = ctx.avals_in[:3]
+        problem = problem_of(query, key, value, how.spec, direction)
         empty = 0 in (problem.b, problem.t, problem.s, problem.n)
         plan = None if empty else choose(problem, how, how.arch or device_arch())
         if plan is None:

@@ -1,8 +1,8 @@
 """How a call is placed: each device computes its own examples and heads; sequence and depth stay whole.
 
 One description, `Split`, says which mesh axes cut the leading axes, the query heads and the key heads. It comes from
-the types on meshes with explicit axes (the call is then a `shard_map`, set up while tracing), and from the partitioner
-on meshes with automatic axes (`custom_partitioning`, with a Shardy rule, and callbacks for GSPMD). What runs on a
+the types on meshes with explicit axes (the call is then lowered as a `shard_map`), and from the partitioner on meshes
+with automatic axes (`custom_partitioning`, with a Shardy rule, and callbacks for GSPMD). What runs on a
 device is the same in both: `local`.
 
 Query head `h` reads key head `h // (N / K)`. The mesh axes of the query heads are therefore split in two, major to
@@ -26,7 +26,7 @@ from jax import core
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jax_fa4.operands import AXES, BROADCAST, lead_of, names_in, names_out
+from jax_fa4.operands import AXES, BROADCAST, lead_of, names_in, names_out, result_shapes
 from jax_fa4.reference import Operands
 from jax_fa4.spec import AttentionSpec
 
@@ -56,10 +56,18 @@ def vary(xs: Sequence[Any]) -> list[Any]:
     return out
 
 
-def like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An abstract value of the given shape that varies over the manual axes of `aval` and is on its mesh."""
-    where = aval.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return aval.update(shape=shape, dtype=core.ShapedArray((), dtype).dtype, weak_type=False, sharding=where)
+def result_avals(named: dict[str, Any], returned: Sequence[Any]) -> list[Any]:
+    """Abstract values of the results (name, shape, dtype), given those of the operands by name: they vary over the
+    operands' manual axes, and on a mesh with explicit axes they are placed like the query."""
+    query = named["query"]
+    mesh = explicit_mesh([query, named["key"], named["value"]])
+    out = []
+    split = None if mesh is None else explicit_split(query, named["key"], named["value"], mesh)
+    for name, shape, dtype in returned:
+        spec = PartitionSpec(*[None] * len(shape)) if split is None else split.spec(name, shape)
+        where = query.sharding.update(spec=spec) if mesh is None else NamedSharding(mesh, spec)
+        out.append(query.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=where))
+    return out
 
 
 # ---- who computes what ---------------------------------------------------------------------------------------------
@@ -161,14 +169,18 @@ def explicit_axes(mesh: Any) -> Axes:
 
 
 def explicit_mesh(xs: Sequence[Any]) -> Any:
-    """The mesh with explicit axes on which any of `xs` lies, or None."""
-    meshes = [jax.typeof(x).sharding.mesh for x in xs if hasattr(jax.typeof(x), "sharding")]
+    """The mesh with explicit axes on which any of `xs` lies by its type, or None."""
+    meshes = (_aval(x).sharding.mesh for x in xs)
     return next((m for m in meshes if not m.empty and explicit_axes(m)), None)
+
+
+def _aval(x: Any) -> Any:
+    return x if isinstance(x, core.AbstractValue) else jax.typeof(x)
 
 
 def _entries(x: Any) -> list[Axes]:
     """Mesh axes of each axis of `x`, from its type."""
-    aval = jax.typeof(x)
+    aval = _aval(x)
     spec = [*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec))]
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
 
@@ -217,26 +229,29 @@ def _entries_of(spec: PartitionSpec, ndim: int) -> list[Axes]:
     ]
 
 
-def over_explicit_mesh(
-    body: Any, flat: Sequence[Any], spec: AttentionSpec, direction: str, shapes: Any
-) -> list[Any] | None:
-    """`body` as a shard_map over the explicit axes; None where there are none."""
-    mesh = explicit_mesh(flat)
+def over_explicit_mesh(bind: Any, avals: Sequence[Any], spec: AttentionSpec, direction: str) -> Any:
+    """`bind` as a shard_map over the explicit axes of the mesh of `avals`; None where there are none."""
+    called, returned = names_in(spec, direction), names_out(spec, direction)
+    named = dict(zip(called, avals, strict=True))
+    mesh = explicit_mesh([named["query"], named["key"], named["value"]])
     if mesh is None:
         return None
-    called, returned = names_in(spec, direction), names_out(spec, direction)
-    named = dict(zip(called, flat, strict=True))
     split = explicit_split(named["query"], named["key"], named["value"], mesh)
-    placed = [_put(name, x, split, mesh) for name, x in named.items()]
-    k = named["key"].shape[-2]
-    run = jax.shard_map(
-        local(body, spec, direction, split, named["query"].shape[-2] // k),
+    shapes = result_shapes({name: x.shape for name, x in named.items()}, spec, direction)
+    group = named["query"].shape[-2] // named["key"].shape[-2]
+    mapped = jax.shard_map(
+        local(bind, spec, direction, split, group),
         mesh=mesh,
         in_specs=tuple(split.spec(name, x.shape) for name, x in named.items()),
         out_specs=[split.spec(name, shape) for name, shape in zip(returned, shapes, strict=True)],
         axis_names=set(explicit_axes(mesh)),
     )
-    return run(*placed)
+
+    def run(*flat: Any) -> list[Any]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return list(mapped(*(_put(name, x, split, mesh) for name, x in zip(called, flat, strict=True))))
+
+    return run
 
 
 # ---- meshes with automatic axes: from the partitioner --------------------------------------------------------------
@@ -406,10 +421,10 @@ def refuse_export(ctx: Any) -> None:
         )
 
 
-def fully_manual() -> bool:
-    """Whether the code being traced is inside a shard_map over all mesh axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and all(t == AxisType.Manual for t in mesh.axis_types)
+def placed_by_types(xs: Sequence[Any]) -> bool:
+    """Whether the types say where everything lies: inside a shard_map over all axes, or all others are explicit."""
+    mesh = explicit_mesh(xs) or jax.sharding.get_abstract_mesh()
+    return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
 
 @functools.cache
