@@ -7,13 +7,14 @@ except ImportError as error:
         "jax_fa4.flax needs Flax, which is not installed; it comes with the extra: pip install 'jax_fa4[flax]'"
     ) from error
 
-from jax_fa4.flax import linen, nnx
+from jax_fa4.flax import adaptors, linen, nnx
 from jax_fa4.flax.contract import AttentionFn, attention_fn
 from jax_fa4.flax.masks import Mask, causal, combine_masks, lengths, padding, segments, window
 
 __all__ = [
     "AttentionFn",
     "Mask",
+    "adaptors",
     "attention_fn",
     "causal",
     "combine_masks",
