@@ -290,6 +290,22 @@ def test_without_the_dsl_the_error_says_where_was_looked(tmp_path, monkeypatch):
         assert text in str(error.value)
 
 
+def test_without_the_dsl_the_error_tells_of_another_versions_bundle(tmp_path, monkeypatch):
+    from jax_fa4.ffi import bundle
+    from jax_fa4.ffi import compile as compiler
+
+    def missing(plan, *, host_target):
+        raise compiler.CompilerMissing("the DSL is not installed")
+
+    monkeypatch.setattr(compiler, "build", missing)
+    monkeypatch.setattr(store, "__version__", "0.0.7")
+    bundle.write_manifest(store.Store([tmp_path / "store"]))
+    monkeypatch.undo()
+    monkeypatch.setattr(compiler, "build", missing)
+    with pytest.raises(compiler.CompilerMissing, match=r"store was filled with another jax_fa4 0\.0\.7 \(here "):
+        call.compiled(Toy(), store.Store([tmp_path / "store"]))
+
+
 def test_a_stored_object_needs_no_compiler(tmp_path, monkeypatch):
     from jax_fa4.ffi import compile as compiler
 

@@ -442,7 +442,7 @@ def test_a_manifest_of_other_sources_or_junk_is_not_believed(tmp_path, monkeypat
     monkeypatch.setattr(store, "installed_dsl", lambda: None)
     folder = tmp_path / "bundle"
     folder.mkdir(mode=0o700)
-    other = {"format": 1, "versions": {"dsl": "1.2.3", "sources": "0" * 64}}
+    other = {"versions": {"dsl": "1.2.3", "jax_fa4": "1", "sources": "0" * 64}, "host_target": "x86-64-v2"}
     for text in (json.dumps(other), "[]", "{", '{"versions": 3}', '{"versions": {}}', ""):
         (folder / store.MANIFEST).write_text(text)
         assert Store([folder]).versions["dsl"] == store.PINNED_DSL
@@ -450,6 +450,19 @@ def test_a_manifest_of_other_sources_or_junk_is_not_believed(tmp_path, monkeypat
 
 def test_the_pinned_dsl_is_that_of_the_project_file():
     assert f'"nvidia-cutlass-dsl=={store.PINNED_DSL}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_bundle_that_serves_nothing_says_why(tmp_path, package):
+    folder = tmp_path / "bundle"
+    made = Store([folder], package=package)
+    bundle.write_manifest(made)
+    assert made.mismatches() == []
+    (package / "mask.py").write_text("# edited")
+    edited = Store([folder], package=package, host_target="linux-aarch64")
+    (line,) = edited.mismatches()
+    for text in (str(folder), "sources", made.versions["sources"][:16], edited.versions["sources"][:16]):
+        assert text in line
+    assert f"host_target {made.host_target} (here linux-aarch64)" in line and "dsl" not in line
 
 
 # ---- many at once ----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def compiled(plan: Any, where: store.Store | None = None) -> Artifact:
         try:
             return compiler.build(plan, host_target=host_target)
         except compiler.CompilerMissing as error:
-            folders = ", ".join(map(str, where.folders)) or "none"
+            folders = "; ".join(where.mismatches()) or ", ".join(map(str, where.folders)) or "none"
             raise compiler.CompilerMissing(
                 f"the kernel for {plan.arch} is in no store and cannot be built: {error}. Folders looked at: {folders}"
                 f" (set {store.ENV} to others); entry {where.key(plan)[:16]}..., plan {plan!r}"

@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -178,12 +178,28 @@ class Store:
         """The installed DSL's version; where there is none, what a bundle's manifest says; else the pinned one."""
         if version := installed_dsl():
             return version
+        for _, versions in self._manifests():
+            if versions["sources"] == self._sources:
+                return versions["dsl"]
+        return PINNED_DSL
+
+    def _manifests(self) -> Iterator[tuple[Path, dict[str, str]]]:
+        """The folders that have a manifest, and the versions (and the host target) in it."""
         for folder in self._readable:
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 manifest = json.loads(self._read(folder / MANIFEST))
-                if manifest["versions"]["sources"] == self._sources:
-                    return str(manifest["versions"]["dsl"])
-        return PINNED_DSL
+                found = {name: str(manifest["versions"][name]) for name in ("jax_fa4", "dsl", "sources")}
+                yield folder, found | {"host_target": str(manifest["host_target"])}
+
+    def mismatches(self) -> list[str]:
+        """Why bundles among the folders serve nothing here: a line for each filled by or for something else."""
+        ours = self.versions | {"host_target": self.host_target}
+        out = []
+        for folder, theirs in self._manifests():
+            differ = [f"{n} {theirs[n][:16]} (here {ours[n][:16]})" for n in ours if theirs[n] != ours[n]]
+            if differ:
+                out.append(f"{folder} was filled with another {', another '.join(differ)}")
+        return out
 
     def _remembered(self, key: str) -> Artifact | None:
         with self._lock:
