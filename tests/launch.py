@@ -28,8 +28,8 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel parameter. kind: map (value a TensorMap), pointer (a buffer's name), int32 (a number), extents (none:
-    the 12 bytes of a coordinate tensor's shape, which no instruction loads)."""
+    """One kernel parameter. kind: map (value a TensorMap), pointer (a buffer's name), int32 (a number), extents (the
+    size in bytes of a coordinate tensor's shape, which no instruction loads)."""
 
     index: int
     kind: str
@@ -58,14 +58,21 @@ def entries(ptx: str) -> list[tuple[str, list[str]]]:
     return [(name, re.findall(r"\.param\s+([^\n,]+)", body)) for name, body in found]
 
 
+def size_of(declaration: str) -> int:
+    """Bytes of a structure; 0 for a number."""
+    size = re.search(r"\.b8\s+\w+\[(\d+)\]", declaration)
+    return int(size[1]) if size else 0
+
+
 def kind_of(declaration: str) -> str:
     """What a `.param` declaration of ours can be."""
-    size = re.search(r"\.b8\s+\w+\[(\d+)\]", declaration)
+    size = size_of(declaration)
+    if size == 128:
+        return "map"
+    if size in (4, 8, 12, 16, 20):  # int32 each, of the dimensions that are not static
+        return "extents"
     if size:
-        kinds = {128: "map", 12: "extents"}
-        if int(size[1]) not in kinds:
-            raise ValueError(f"a parameter of {size[1]} bytes is neither a tensor map nor extents: {declaration}")
-        return kinds[int(size[1])]
+        raise ValueError(f"a parameter of {size} bytes is neither a tensor map nor extents: {declaration}")
     if re.match(r"\.[us]64", declaration):
         return "pointer"
     if re.match(r"\.[us]32", declaration):
@@ -101,7 +108,7 @@ def _parameters(kernel: Any, declarations: list[str], e: dict[str, int], dtypes:
     for index, declaration in enumerate(declarations):
         kind = kind_of(declaration)
         if kind == "extents":
-            made.append(Parameter(index, kind, made[-1].name))
+            made.append(Parameter(index, kind, made[-1].name, size_of(declaration)))
             continue
         item = next(sources[kind], None)
         if item is None:
@@ -137,3 +144,28 @@ def launches(plan: Any, bind: Any, shapes: dict[str, int], ptx: str, contents: d
             Launch(name, ptx, grid, kernel.block, kernel.cluster, kernel.smem, parameters, buffers, contents or {})
         )
     return made
+
+
+def to_emulator(launch: Launch, roles: dict[str, tuple[int, ...]] | None = None):
+    """The emulator's record of this launch. Buffers are given to its `run` by name, as arrays."""
+    from emulator import Launch as Emulated
+    from emulator import Opaque, Pointer, Scalar, Tma
+
+    def of(p: Parameter):
+        if p.kind == "map":
+            m = p.value
+            swizzle = f"{m.swizzle}B" if m.swizzle else "none"
+            return Tma(m.tensor, m.dtype, m.shape, m.strides, m.box, swizzle)
+        if p.kind == "extents":
+            return Opaque(bytes(p.value))
+        return Pointer(p.name) if p.kind == "pointer" else Scalar(p.value)
+
+    return Emulated(
+        tuple(of(p) for p in launch.parameters),
+        launch.grid,
+        (launch.block, 1, 1),
+        (launch.cluster, 1, 1),
+        launch.smem,
+        launch.entry,
+        roles or {},
+    )

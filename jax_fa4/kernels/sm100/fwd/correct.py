@@ -107,3 +107,4 @@ def correct(ctx):
     for s in cutlass.range_constexpr(2):
         cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
         _finish(ctx, s, thread)
+    before_arrive()  # O has been read; the caller signals that tensor memory may go

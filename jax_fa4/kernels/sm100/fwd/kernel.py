@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers
@@ -99,7 +100,7 @@ def forward(
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     tile, head, batch = work_item(cute.arch.block_idx()[0], up(queries, 2 * plan.tile), heads, plan.band)
-    memory = cutlass.utils.SmemAllocator()
+    memory = SmemAllocator()
     queries_at = memory.allocate_array(Uint8, plan.query_bytes, byte_alignment=1024)
     keys_at = memory.allocate_array(Uint8, plan.stages * plan.stage_bytes, byte_alignment=1024)
     out_at = queries_at if const_expr(plan.out_over_q) else queries_at + 2 * plan.key_bytes
