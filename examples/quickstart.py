@@ -23,5 +23,8 @@ print("gradients:", dq.shape, dk.shape, dv.shape)
 window = attention(q, k, v, is_causal=True, local_window_size=(64, 0))  # the key itself and 64 before it
 lengths = jnp.array([256, 100], jnp.int32)  # keys at 100 and after are padding in the second example
 padded, lse = attention(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, return_residual=True)
-print("window:", window.shape, " lengths: largest past the end", float(jnp.abs(padded[1, 100:]).max()))
+alone = attention(q[1:, :100], k[1:, :100], v[1:, :100])
+print("window:", window.shape)
+print("lengths: as the short example alone:", bool(jnp.allclose(padded[1:, :100], alone, atol=2e-2)), end=", ")
+print("largest value past its end:", float(jnp.abs(padded[1, 100:]).max()))
 print("log-sum-exp:", lse.shape, lse.dtype)  # [b, t, n], natural log, differentiable

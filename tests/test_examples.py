@@ -42,7 +42,8 @@ def test_quickstart():
     assert "causal: (2, 256, 8, 64) bfloat16" in done.stdout
     assert "jit: True" in done.stdout
     assert "gradients: (2, 256, 8, 64) (2, 256, 2, 64) (2, 256, 2, 64)" in done.stdout
-    assert number(r"largest past the end ([\d.e+-]+)", done.stdout) == 0
+    assert "lengths: as the short example alone: True" in done.stdout
+    assert number(r"largest value past its end: ([\d.e+-]+)", done.stdout) == 0
     assert "log-sum-exp: (2, 256, 8) float32" in done.stdout
 
 
@@ -128,7 +129,7 @@ def test_model_is_causal_and_knows_order(modules):
     import jax.numpy as jnp
     import textmodel
 
-    size = textmodel.Size(width=32, layers=2, hidden=64)
+    size = textmodel.Size(width=32, layers=1, hidden=64)  # of two layers, the second tells order by causality alone
     weights = textmodel.init(jax.random.key(0), size)
     weights["readout"] = jax.random.normal(jax.random.key(1), weights["readout"].shape)
 
