@@ -62,10 +62,10 @@ CASES = {
     "global memory nobody wrote": Case("global", "uninitialised_read", "b32 %r2, [%d3]", "b32 %r2, [%d4]"),
     "shared memory beyond its size": Case("shared", "out_of_bounds", "%r4, [%r3]", "%r4, [%r3+16384]"),
     "shared memory nobody wrote": Case("shared", "uninitialised_read", "%r4, [%r3]", "%r4, [%r3+256]"),
-    "barrier with two counts": Case("shared", "named_barrier", "  bar.sync 0;\n", TWO_COUNTS, dict(block=64)),
+    "barrier with two counts": Case("shared", "named_barrier", "  bar.sync 0;\n", TWO_COUNTS, {"block": 64}),
     "barrier with an arrival left": Case("shared", "named_barrier", "bar.sync 0;", "bar.arrive 3, 64;\n  bar.sync 0;"),
     "more registers than an SM has": Case(
-        "shared", "registers", "bar.sync 0;", "setmaxnreg.inc.sync.aligned.u32 232;\n  bar.sync 0;", dict(block=320)
+        "shared", "registers", "bar.sync 0;", "setmaxnreg.inc.sync.aligned.u32 232;\n  bar.sync 0;", {"block": 320}
     ),
     "copied data read before the wait": Case("load", "race", LOAD_SPIN, ""),
     "bytes expected that never come": Case("load", "unfinished", "WAIT:\n", SECOND + EXPECT + "WAIT:\n"),
@@ -103,7 +103,7 @@ CASES = {
     "load of tensor memory in flight at exit": Case("tmem", "unfinished", WAIT_LD, ""),
     "a collective by half a warp": Case("tmem", "not_converged", "  tcgen05.alloc", HALF_WARP + "  tcgen05.alloc"),
     "no tcgen05 fence after a wait": Case("tmem", "missing_tcgen05_fence", "  tcgen05.ld", WAITED + "  tcgen05.ld"),
-    "shared memory of a CTA that has left": Case("remote", "remote_exit", LEAVE, "LEAVE:\n", dict(cluster=2)),
+    "shared memory of a CTA that has left": Case("remote", "remote_exit", LEAVE, "LEAVE:\n", {"cluster": 2}),
     "reserved bits of an instruction descriptor": Case("mma", "bad_descriptor", "[p3]", "[p6]"),
     "MMA result read before the commit": Case(
         "mma", "race", "DONE:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r10+8], 0;\n  @!%p1 bra DONE;\n", ""

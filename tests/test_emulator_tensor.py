@@ -1,4 +1,6 @@
-"""Tensor-core operands, layouts and arithmetic of the emulator, by equality on small integers and against an independent exact sum."""
+"""Tensor-core operands, layouts and arithmetic of the emulator, by equality on small integers and against an
+independent exact sum.
+"""
 
 from fractions import Fraction
 
@@ -182,7 +184,9 @@ DONE:
 
 
 def xor_by_table(offset, swizzle):
-    """Where byte `offset` of a dense box lies, from the published picture: 16-byte chunk index XOR row index within the atom."""
+    """Where byte `offset` of a dense box lies, from the published picture: 16-byte chunk index XOR row index within
+    the atom.
+    """
     row, chunk = offset // 128, offset % 128 // 16
     rows = {"128B": row % 8, "64B": row % 4, "32B": row % 2, "none": 0}[swizzle]
     return 128 * row + 16 * (chunk ^ rows) + offset % 16
@@ -218,14 +222,21 @@ def test_tensor_copy_fills_nan_when_asked():
 @pytest.mark.parametrize(
     "change,message",
     [
-        (dict(box=(64, 300)), "1..256"),
-        (dict(strides=(100,)), "multiples of 16"),
-        (dict(swizzle="32B"), "at most the 32B span"),
-        (dict(dims=(64,)), "rank 1"),
+        ({"box": (64, 300)}, "1..256"),
+        ({"strides": (100,)}, "multiples of 16"),
+        ({"swizzle": "32B"}, "at most the 32B span"),
+        ({"dims": (64,)}, "rank 1"),
     ],
 )
 def test_descriptor_that_the_hardware_refuses(change, message):
-    good = dict(buffer="x", dtype="bfloat16", dims=(64, 100), strides=(128,), box=(64, 16), swizzle="128B")
+    good = {
+        "buffer": "x",
+        "dtype": "bfloat16",
+        "dims": (64, 100),
+        "strides": (128,),
+        "box": (64, 16),
+        "swizzle": "128B",
+    }
     Tma(**good)
     with pytest.raises(ValueError, match=message):
         Tma(**(good | change))

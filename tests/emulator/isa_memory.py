@@ -97,6 +97,7 @@ def load(program, ins):
         found, off, cta = _locate(w, space, addresses, ins, "load")
         if spins:
             w.machine.poll(w)
+            w.machine.force_yield(w)
         if found is None:
             return True
         if cta is not None:

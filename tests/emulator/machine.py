@@ -9,6 +9,7 @@ from .memory import Shared
 from .tmem import TensorMemory
 
 LANES = 32
+BUDGET = 20000  # segments that a warp runs before others get a turn
 BLOCKED, YIELDED, DONE, SPLIT = "blocked", "yielded", "done", "split"
 
 
@@ -190,7 +191,8 @@ class Unit:
         segments, effects = machine.program.segments, machine.program.effects
         schedule = machine.preempt
         hits = self.hits
-        while True:
+        before = machine.events
+        for _ in range(BUDGET):
             segment = segments[self.pc]
             if not self.at_end:
                 hits[self.pc] += self.gang
@@ -230,6 +232,9 @@ class Unit:
                 self.reconverge()
             if segment.yields and schedule():
                 return YIELDED
+        if machine.events == before:  # a long computation, or a loop that waits for what nobody signals
+            machine.poll(self)
+        return YIELDED
 
     def branch(self, end):
         _, pred, negated, taken, other = end

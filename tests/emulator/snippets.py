@@ -1,4 +1,6 @@
-"""Small PTX modules around a hand-written body, for tests: a header, generous registers, and the launch that goes with it."""
+"""Small PTX modules around a hand-written body, for tests: a header, generous registers, and the launch that goes
+with it.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +72,9 @@ SPAN = {"32B": 32, "64B": 64, "128B": 128}
 
 @dataclass(frozen=True)
 class Side:
-    """One operand in shared memory: copied by `map`, read by descriptors (low, high) that advance by `step` (16-byte units) per 16 k."""
+    """One operand in shared memory: copied by `map`, read by descriptors (low, high) that advance by `step` (16-byte
+    units) per 16 k.
+    """
 
     map: Tma
     low: int
@@ -81,7 +85,8 @@ class Side:
 def side(buffer, rows, depth, swizzle, major_k, modes, version):
     """A tile of `rows` x `depth` 16-bit elements in atoms of the swizzle span along its contiguous dimension.
 
-    K-major: `depth` is one atom, `buffer` (rows, depth). MN-major: `buffer` is (depth, rows), the copy puts its atoms one behind
+    K-major: `depth` is one atom, `buffer` (rows, depth). MN-major: `buffer` is (depth, rows), the copy puts its atoms
+    one behind
     the other, so the leading offset is one atom of all k.
     """
     span = SPAN[swizzle]
@@ -125,7 +130,7 @@ def mma_setup(values, a=("128B", True), b=("128B", True), m=128, n=64):
     steps = depth_of(a, b) // 16
     params = (sa.map, sb.map, Pointer("out"), Scalar(idesc), Scalar(n), Scalar(steps), Scalar(expected))
     memory["out"] = Uninitialised((128, 64), np.float32)
-    return (*params, *_arguments(sa, sb)), memory, dict(block=128, shared=65536 + 64)
+    return (*params, *_arguments(sa, sb)), memory, {"block": 128, "shared": 65536 + 64}
 
 
 def wgmma_setup(values, a=("128B", True), b=("128B", True)):
@@ -134,5 +139,5 @@ def wgmma_setup(values, a=("128B", True), b=("128B", True)):
     expected = sa.map.box_bytes + sb.map.box_bytes
     params = (sa.map, sb.map, Pointer("out"), Scalar(depth_of(a, b) // 16), Scalar(expected))
     memory["out"] = Uninitialised((128, 32), np.float32)
-    options = dict(block=128, shared=65536 + 64, target="sm_90a")
+    options = {"block": 128, "shared": 65536 + 64, "target": "sm_90a"}
     return (*params, *_arguments(sa, sb)), memory, options
