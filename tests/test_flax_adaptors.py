@@ -47,7 +47,7 @@ def test_maxtext_training(mode):
 
 
 def test_maxtext_steps_merge_two_caches():
-    """A query against the cache of the prompt and that of the steps, merged by lse as MaxText does, is one attention."""
+    """A query against two caches, the prompt's and the steps', merged by lse as MaxText does, is one attention."""
     used = jnp.array([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]])
     later = jnp.array([[0, 1, 0], [1, 1, 0]])  # not a prefix: that cache is a ring
     k2, v2 = KEY[:, :3] + 1, VALUE[:, :3] - 1
