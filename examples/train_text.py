@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     apply = partial(textmodel.apply, size=size, dtype=dtype)
 
     used = textmodel.implementation(size, dtype, options.batch, options.length)
-    print(f"attention: {used}, on {jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}")
+    print(f"attention: {used}; device: {jax.devices()[0].device_kind}; {jnp.dtype(dtype).name}")
     parameters = sum(a.size for a in jax.tree.leaves(weights))
     print(f"model: {parameters:,} parameters; text: {text.train.size:,} bytes + {text.held_out.size:,} held out")
 
