@@ -413,7 +413,7 @@ def _backward_rows(call: _Call, qc: Array, out: Array, lse: Array, dout: Array, 
     take = call.queries.take
     query, out, dout = call.query(qc), call.heads(take(out, qc, 1)), call.heads(take(dout, qc, 1))
     lse, dlse = call.rows(lse, qc), call.rows(dlse, qc)
-    delta = jnp.sum(dout.astype(call.acc) * out.astype(call.acc), axis=-1).transpose(0, 2, 3, 1) - dlse
+    delta = jnp.sum(dout.astype(call.acc) * out.astype(call.acc), axis=-1).transpose(0, 2, 3, 1)
     alive = None
     if call.hides:
         alive = lse != -jnp.inf
@@ -427,29 +427,53 @@ def _backward_rows(call: _Call, qc: Array, out: Array, lse: Array, dout: Array, 
         cells = alive.transpose(0, 3, 1, 2)[..., None]
         query = jnp.where(cells, query, jnp.zeros((), query.dtype))
         dout = jnp.where(cells, dout, jnp.zeros((), dout.dtype))
-        delta = jnp.where(alive, delta, jnp.zeros((), delta.dtype))
-    return _Row(query, dout.astype(call.dtype), _finite(lse), delta)
+        delta, dlse = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (delta, dlse))
+    row = _Row(query, dout.astype(call.dtype), _finite(lse), delta)
+    if call.dtype.itemsize == 2:
+        row = row._replace(delta=_exact_delta(call, row, qc))
+    return row._replace(delta=row.delta - dlse)
+
+
+def _exact_delta(call: _Call, row: _Row, qc: Array) -> Array:
+    """sum_j P_ij (dout_i . v_j), which equals dout_i . out_i but for the rounding of out to half precision.
+
+    That rounding moves every dx of a row by one amount, which keys with a common offset then multiply: dq of keys with
+    channel means of 3 was 3.7 times as far from float64 as an unfused computation (CPU, bfloat16, 2026-11-29). With
+    one tile of keys XLA shares the products with _backward_tile; with more it costs two of them again.
+    """
+
+    def tile(kc: Array, total: Array) -> Array:
+        probs, dprobs, _ = _probs_tile(call, row, qc, kc)
+        return total + jnp.sum(probs * dprobs, axis=-1)
+
+    return _loop(call.keys, tile, call.zeros("bkgt", row.delta.shape), *call.keys_seen(qc))
+
+
+def _probs_tile(call: _Call, row: _Row, qc: Array, kc: Array) -> tuple[Array, Array, Array | None]:
+    """(probs, their cotangent, tanh(.) or None) of one tile, [b, k, g, t, s] in acc; 0 where not visible."""
+    x, bent = call.scores(row.query, call.key(kc, clean=True), qc, kc)
+    seen = call.visible(qc, kc)
+    probs = jnp.exp(x - row.lse[..., None])
+    dprobs = call.dot("btkgv,bskv->bkgts", row.dout, call.value(kc))
+    if seen is not None:
+        probs, dprobs = (jnp.where(seen, y, jnp.zeros((), y.dtype)) for y in (probs, dprobs))
+        bent = None if bent is None else jnp.where(seen, bent, jnp.zeros((), bent.dtype))
+    return probs, dprobs, bent
 
 
 def _backward_tile(call: _Call, row: _Row, qc: Array, kc: Array, sums: tuple) -> tuple:
     """Adds the tile's share to (dq of this tile of queries [b, t, k, g, d] without the scale, dk, dv, dbias)."""
     dq, dk, dv, dbias = sums
-    key = call.key(kc, clean=True)
-    x, bent = call.scores(row.query, key, qc, kc)
-    seen = call.visible(qc, kc)
-    probs = jnp.exp(x - row.lse[..., None])
-    dprobs = call.dot("btkgv,bskv->bkgts", row.dout, call.value(kc))
+    probs, dprobs, bent = _probs_tile(call, row, qc, kc)
     dx = probs * (dprobs - row.delta[..., None])
     if bent is not None:
         dx = dx * ((1 - bent) * (1 + bent))
-    if seen is not None:
-        probs, dx = (jnp.where(seen, y, jnp.zeros((), y.dtype)) for y in (probs, dx))
     if call.spec.bias:
         dbias = _add_dbias(call, dbias, dx, qc, kc)
     dx = dx.astype(call.dtype)
     dv = call.keys.add(dv, call.dot("bkgts,btkgv->bksv", probs.astype(call.dtype), row.dout), kc, 2)
     dk = call.keys.add(dk, call.dot("bkgts,btkgd->bksd", dx, row.query), kc, 2)
-    dq = dq + call.dot("bkgts,bskd->btkgd", dx, key)
+    dq = dq + call.dot("bkgts,bskd->btkgd", dx, call.key(kc, clean=True))
     return dq, dk, dv, dbias
 
 

@@ -50,15 +50,23 @@ def both(ops: Operands, spec: AttentionSpec, dout: jax.Array, dlse: jax.Array) -
     return out, lse, *reference.backward(ops, spec, out, lse, dout, dlse)
 
 
-def jitted():
-    """A fresh jit: its cache must not outlive a change of the tile sizes."""
-    return jax.jit(lambda ops, spec, dout, dlse: both(ops, spec, dout, dlse), static_argnums=1)
+def jitted(quick: bool = True):
+    """`both` under jit, one for each setting of the tiles, for jit's cache must not outlive a change of them. `quick`
+    halves the compile time by leaving out LLVM's optimisations; the tests of rounding compile as users do."""
+    return _jitted(quick, reference.WHOLE_ELEMENTS, reference.TILE_ELEMENTS, reference.TILE_MIN)
 
 
-def run(case: Case, inp: Inputs, dtype: str, ops: Operands | None = None) -> Result:
-    ops = operands(case, inp, dtype) if ops is None else ops
+@functools.cache
+def _jitted(quick: bool, *tiles: int):
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if quick else None
+    call = lambda ops, spec, dout, dlse: both(ops, spec, dout, dlse)  # noqa: E731  (a new function each time)
+    return jax.jit(call, static_argnums=1, compiler_options=options)
+
+
+def run(case: Case, inp: Inputs, dtype: str, quick: bool = True) -> Result:
+    ops = operands(case, inp, dtype)
     dout, dlse = jnp.asarray(inp.dout.astype(DTYPES[dtype])), jnp.asarray(inp.dlse, ops.scale.dtype)
-    out, lse, dq, dk, dv, dbias = jitted()(ops, case.spec, dout, dlse)
+    out, lse, dq, dk, dv, dbias = jitted(quick)(ops, case.spec, dout, dlse)
     assert [x.dtype for x in (out, dq, dk, dv)] == [DTYPES[dtype]] * 4 and lse.dtype == ops.scale.dtype
     assert (dbias is None) == (ops.bias is None) and (dbias is None or dbias.dtype == ops.bias.dtype)
     return Result(*(None if x is None else np.asarray(x) for x in (out, lse, dq, dk, dv, dbias)), None, None)
@@ -88,7 +96,11 @@ def test_oracle_is_the_derivative_of_its_own_forward():
     assert np.isclose(exact.dscale, (loss(inp, step) - loss(inp, -step)) / (2 * step), rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+# Of the plain lengths a few: the others differ from their causal twins by the band alone.
+EXACT = [c for c in CASES if not c.name.startswith("len_") or c.name in ("len_1x1", "len_1x65", "len_129x127")]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
 def test_float64(case):
     with jax.enable_x64(True):
         check(run(case, inputs(case, "float64"), "float64"), case, inputs(case, "float64"), "float64")
@@ -110,8 +122,8 @@ def test_float64_in_many_tiles(name, tiled):
 
 ROUNDED = (
     "len_127x129", "bottom_129x127", "causal_1000", "heads_14_2", "depth_64_128", "lengths_bottom", "segments_causal",
-    "mask_full", "bias_2_4_40_50", "bias_1_1_1_50", "soft_cap", "sinks_dead_rows", "everything", "fill_constant",
-    "fill_offset", "fill_outlier", "fill_both", "fill_both_causal", "spread_4",
+    "bias_2_4_40_50", "soft_cap", "sinks_dead_rows", "everything", "fill_constant", "fill_offset", "fill_outlier",
+    "fill_both", "fill_both_causal", "spread_4",
 )  # fmt: skip
 
 
@@ -119,14 +131,14 @@ ROUNDED = (
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rounding(name, dtype):
     case = BY_NAME[name]
-    check(run(case, inputs(case, dtype), dtype), case, inputs(case, dtype), dtype)
+    check(run(case, inputs(case, dtype), dtype, quick=False), case, inputs(case, dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["len_127x129", "everything", "fill_both_causal"])
 def test_rounding_in_many_tiles(name, dtype, tiled):
     case = BY_NAME[name]
-    check(run(case, inputs(case, dtype), dtype), case, inputs(case, dtype), dtype)
+    check(run(case, inputs(case, dtype), dtype, quick=False), case, inputs(case, dtype), dtype)
 
 
 # --- rows that see nothing, and what lies past a length ---------------------------------------------------------------
@@ -403,9 +415,9 @@ def test_tiles_that_no_query_sees_are_not_visited(tiled):
 def test_x64_does_not_change_the_bits():
     case = BY_NAME["everything"]
     inp = inputs(case, "bfloat16")
-    narrow = run(case, inp, "bfloat16")
+    narrow = run(case, inp, "bfloat16", quick=False)
     with jax.enable_x64(True):
-        wide = run(case, inp, "bfloat16")
+        wide = run(case, inp, "bfloat16", quick=False)
     assert all(x is None or np.array_equal(x, y) for x, y in zip(narrow, wide, strict=True))
 
 
