@@ -93,8 +93,8 @@ class NamedBarriers:
     def get(self, index):
         return self.table.setdefault(index, _Named())
 
-    def arrive(self, index, count, unit, warps, report):
-        """`warps` warps arrive at barrier `index` of `count` threads. Returns (barrier, generation to wait for)."""
+    def arrive(self, index, count, unit, report):
+        """A warp arrives at barrier `index` of `count` threads. Returns (barrier, generation to wait for)."""
         if not 0 <= index < 16:
             report("named_barrier", f"barrier {index} does not exist (0..15)")
         if count % WARP or count <= 0:
@@ -104,7 +104,7 @@ class NamedBarriers:
             report("named_barrier", f"barrier {index}: {count} threads here, {b.count} at {', '.join(b.names)}")
         b.count = count
         generation = b.generation
-        b.arrived += WARP * warps
+        b.arrived += WARP
         b.names.append(unit.name)
         self.cta.machine.events += 1
         if b.arrived >= b.count:

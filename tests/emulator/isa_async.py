@@ -28,7 +28,7 @@ def groups(cta, thread):
 
 
 def _several(w, ins):
-    if w.active() > w.gang:
+    if w.active() > 1:
         w.report("duplicate_issue", f"{w.active()} lanes issue the same copy: elect one", ins)
 
 

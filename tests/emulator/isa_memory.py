@@ -66,9 +66,7 @@ def _touch(w, cta, off, total, write, ins):
     if shared.writing or (write and shared.reading):
         shared.check(cells, write, w.reporter(ins), f"{total}-byte thread {'store' if write else 'load'}")
     if write:
-        for g in range(w.gang):
-            part = cells if w.gang == 1 else cells[g * WARP : (g + 1) * WARP] if w.mask is None else cells
-            shared.wrote(part, w.warp + g)
+        shared.wrote(cells, w.warp)
 
 
 def _items(operand):
@@ -248,27 +246,25 @@ def matrix(program, ins):
             w.report("not_converged", "a matrix instruction needs the whole warp", ins)
         addresses = at(w)
         shared = w.cta.shared
-        for g in range(w.gang):
-            base = g * WARP
-            off = addresses[base : base + 8 * tiles] - np.uint32(w.cta.window)
-            cells = np.minimum((off >> np.uint32(4)).astype(np.int64), len(shared.writers) - 1)
-            if shared.writing or (storing and shared.reading):
-                shared.check(cells, storing, w.reporter(ins), "matrix " + ("store" if storing else "load"))
-            if storing:
-                shared.wrote(cells, w.warp + g)
-                words = np.empty((tiles, 8, 4), np.uint32)
-                for k, r in enumerate(indices):
-                    words[k] = w.v[("r", "b32")][r][base : base + WARP].reshape(8, 4)
-                if trans:
-                    words = words.view(np.uint16).transpose(0, 2, 1).copy().view(np.uint32)
-                shared.store(off, words.reshape(8 * tiles, 4), 4, 4, w.reporter(ins))
-            else:
-                words = shared.load(off, 4, 4, w.reporter(ins)).reshape(tiles, 8, 4)
-                if trans:
-                    words = np.ascontiguousarray(words).view(np.uint16).transpose(0, 2, 1).copy().view(np.uint32)
-                for k, r in enumerate(indices):
-                    w.v[("r", "b32")][r][base : base + WARP] = words[k].reshape(WARP)
-            w.machine.count(w, ("store" if storing else "load") + ".shared", 128 * tiles)
+        off = addresses[: 8 * tiles] - np.uint32(w.cta.window)
+        cells = np.minimum((off >> np.uint32(4)).astype(np.int64), len(shared.writers) - 1)
+        if shared.writing or (storing and shared.reading):
+            shared.check(cells, storing, w.reporter(ins), "matrix " + ("store" if storing else "load"))
+        if storing:
+            shared.wrote(cells, w.warp)
+            words = np.empty((tiles, 8, 4), np.uint32)
+            for k, r in enumerate(indices):
+                words[k] = w.v[("r", "b32")][r].reshape(8, 4)
+            if trans:
+                words = words.view(np.uint16).transpose(0, 2, 1).copy().view(np.uint32)
+            shared.store(off, words.reshape(8 * tiles, 4), 4, 4, w.reporter(ins))
+        else:
+            words = shared.load(off, 4, 4, w.reporter(ins)).reshape(tiles, 8, 4)
+            if trans:
+                words = np.ascontiguousarray(words).view(np.uint16).transpose(0, 2, 1).copy().view(np.uint32)
+            for k, r in enumerate(indices):
+                w.v[("r", "b32")][r][:] = words[k].reshape(WARP)
+        w.machine.count(w, ("store" if storing else "load") + ".shared", 128 * tiles)
         return True
 
     return Effect(run, ins)

@@ -1,15 +1,12 @@
-"""Barriers, mbarriers, fences, and what the lanes of a warp do together: elect, vote, shfl, bar.warp, setmaxnreg,
-griddepcontrol, mapa.
-"""
-
-import numpy as np
+"""mbarriers, named barriers, the cluster barrier, and fences."""
 
 from .barriers import MBarrier, find
 from .effects import Effect, effect, lane_address, lane_value, reader, strict
-from .parse import Imm, Pair, Reg, Sink
+from .parse import Reg, Sink
 
 WARP = 32
 _SHARED = ("shared", "shared::cta", "shared::cluster")
+REG32 = {"r": "b32", "d": "lo32"}
 _SCOPE = ("release", "acquire", "relaxed", "cta", "cluster")
 
 
@@ -76,18 +73,17 @@ def mbarrier_arrive(program, ins):
     at = lane_address(program, args[0], ins, True)
     operand = lane_value(program, args[1], "u32", ins) if len(args) > 1 else lambda w, lane: 1
     row = (("d", "b64"), state.index) if isinstance(state, Reg) else None
+    plain = arrives and not expects and not remote and len(args) == 1
+    base = reader(program, args[0].base, "b32" if not isinstance(args[0].base, Reg) else REG32[args[0].base.cls], ins)
     what = "mbarrier." + ".".join(p for p in ("arrive", "expect_tx") if p in ins.parts)
 
-    def run(w):
-        report = w.reporter(ins)
-        w.machine.release(w)
-        for lane in w.lanes():
-            where = at(w, lane)
-            barrier = find(w.cta, where, report, what)
-            if barrier is None:
-                continue
-            if barrier.cta is not w.cta and not remote:
-                report("mbarrier", f"{what} on {barrier.cta.name} without .shared::cluster")
+    def one(w, report, where, lanes):
+        barrier = find(w.cta, where, report, what)
+        if barrier is None:
+            return
+        if barrier.cta is not w.cta and not remote:
+            report("mbarrier", f"{what} on {barrier.cta.name} without .shared::cluster")
+        for lane in lanes:
             if row is not None:
                 w.v[row[0]][row[1]][lane] = barrier.phase
             if expects:
@@ -96,6 +92,24 @@ def mbarrier_arrive(program, ins):
                     barrier.arrive(1, report)
             else:
                 barrier.arrive(operand(w, lane), report)
+
+    def run(w):
+        report = w.reporter(ins)
+        w.machine.release(w)
+        lanes = w.lanes()
+        if len(lanes) > 1 and plain:
+            where = at(w, lanes[0])
+            barrier = w.cta.mbarriers.get(where - w.cta.window)
+            row_at = base(w)
+            same = row_at.shape[0] == 1 or bool((row_at == row_at[0]).all())
+            if same and barrier is not None and barrier.pending > len(lanes):
+                # every lane arrives once and none of them completes the phase
+                if row is not None:
+                    w.v[row[0]][row[1]][:] = barrier.phase
+                barrier.arrive(len(lanes), report)
+                return True
+        for lane in lanes:
+            one(w, report, at(w, lane), (lane,))
         return True
 
     return Effect(run, ins, yields=True)
@@ -170,29 +184,23 @@ def named(program, ins):
     aligned = ins.parts[0] == "bar" or "aligned" in ins.parts
 
     def run(w):
-        if "barriers" not in w.memo:
+        if "held" not in w.memo:
             if aligned:
                 converged(w, ins)
             w.machine.release(w)
-            report = w.reporter(ins)
-            held = []
-            for g in range(w.gang):
-                lane = g * WARP if w.mask is None else w.lead
-                n = count(w, lane) if count else WARP * w.cta.warps
-                held.append((*w.cta.barriers.arrive(index(w, lane), n, w, 1, report), index(w, lane), n))
+            which = index(w, w.lead)
+            n = count(w, w.lead) if count else WARP * w.cta.warps
+            barrier, generation = w.cta.barriers.arrive(which, n, w, w.reporter(ins))
             if not waits:
                 return True
-            w.memo["barriers"] = held
-        held = w.memo["barriers"]
-        if all(b.generation != g for b, g, _, _ in held):
+            w.memo["held"] = barrier, generation, which, n
+        barrier, generation, which, n = w.memo["held"]
+        if barrier.generation != generation:
             w.wait = None
             return True
         w.wait = (
-            lambda: all(b.generation != g for b, g, _, _ in held),
-            lambda: (
-                "waits at "
-                + ", ".join(f"barrier {i} with {b.arrived} of {n} threads" for b, g, i, n in held if b.generation == g)
-            ),
+            lambda: barrier.generation != generation,
+            lambda: f"waits at barrier {which} with {barrier.arrived} of {n} threads",
             ins,
             "bar",
         )
@@ -258,8 +266,7 @@ def proxy_fence(program, ins):
     )
 
     def run(w):
-        for g in range(w.gang):
-            w.cta.shared.fence(w.warp + g)
+        w.cta.shared.fence(w.warp)
         return True
 
     return Effect(run, ins)
@@ -268,191 +275,3 @@ def proxy_fence(program, ins):
 @effect("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.proxy.tensormap", "membar", "fence.proxy.alias")
 def plain_fence(program, ins):
     return Effect(lambda w: True, ins)
-
-
-# ---- the lanes of a warp
-@effect("elect.sync")
-def elect(program, ins):
-    pair = ins.args[0]
-    if not isinstance(pair, Pair):
-        raise ins.error("elect form not emulated")
-    who = pair.first.index if isinstance(pair.first, Reg) else None
-    pred = pair.second.index
-
-    def run(w):
-        converged(w, ins)
-        row = w.v[("p", "pred")][pred]
-        if w.mask is None:
-            row[:] = False
-            row[::WARP] = True
-            if who is not None:
-                w.v[("r", "b32")][who][:] = 0
-        else:
-            for g in range(w.gang):
-                part = slice(g * WARP, (g + 1) * WARP)
-                active = w.mask[part]
-                if active.any():
-                    leader = int(active.argmax())
-                    row[part][active] = np.arange(WARP)[: len(active)][active] == leader
-                    if who is not None:
-                        w.v[("r", "b32")][who][part][active] = leader
-        return True
-
-    return Effect(run, ins)
-
-
-@effect("vote.sync")
-def vote(program, ins):
-    mode = ins.parts[2]
-    if mode not in ("any", "all", "ballot", "uni") or ins.parts[3] not in ("pred", "b32"):
-        raise ins.error("vote form not emulated")
-    source = ins.args[1]
-    read = reader(program, source, "pred", ins)
-    dst = ins.args[0]
-
-    def run(w):
-        converged(w, ins)
-        active = np.ones(w.n, bool) if w.mask is None else w.mask
-        value = np.broadcast_to(read(w), (w.n,))
-        for g in range(w.gang):
-            part = slice(g * WARP, (g + 1) * WARP)
-            p, a = value[part], active[part]
-            if not a.any():
-                continue
-            if mode == "ballot":
-                bits = sum(1 << i for i in np.flatnonzero(p & a).tolist())
-                w.v[("r", "b32")][dst.index][part][a] = bits
-            else:
-                yes = {"any": (p & a).any(), "all": (p | ~a).all(), "uni": (p | ~a).all() or (~p | ~a).all()}[mode]
-                w.v[("p", "pred")][dst.index][part][a] = yes
-        return True
-
-    return Effect(run, ins)
-
-
-@effect("shfl.sync")
-def shuffle(program, ins):
-    mode = ins.parts[2]
-    if mode not in ("idx", "bfly", "up", "down") or ins.parts[3:] != ("b32",):
-        raise ins.error("shuffle form not emulated")
-    dst, pred = (ins.args[0].first, ins.args[0].second) if isinstance(ins.args[0], Pair) else (ins.args[0], None)
-    value, lane, clamp = (reader(program, ins.args[i], "b32", ins) for i in (1, 2, 3))
-    fixed = all(isinstance(ins.args[i], Imm) for i in (2, 3))
-    lanes = np.arange(WARP)
-    known = {}
-
-    def sources(b, c):
-        """(source lane, in range) of every lane."""
-        cmask, seg = c & 31, (c >> 8) & 31
-        top = (lanes & seg) | (cmask & ~seg)
-        low = lanes & seg
-        if mode == "idx":
-            j = low | (b & ~seg)
-            ok = j <= top
-        elif mode == "bfly":
-            j = lanes ^ b
-            ok = j <= top
-        elif mode == "down":
-            j = lanes + b
-            ok = j <= top
-        else:
-            j = lanes - b
-            ok = j >= top
-        return np.where(ok, j, lanes) & 31, ok
-
-    def run(w):
-        converged(w, ins)
-        x = value(w)
-        if x.shape[0] == 1:
-            x = np.broadcast_to(x, (w.n,))
-        b = np.broadcast_to(lane(w), (w.n,))
-        c = np.broadcast_to(clamp(w), (w.n,))
-        row = w.v[("r", "b32")][dst.index]
-        if fixed and w.mask is None and pred is None and w.n % WARP == 0:
-            if "j" not in known:
-                known["j"] = sources(b[:WARP].astype(np.int64), c[:WARP].astype(np.int64))[0]
-            row[:] = x.reshape(-1, WARP)[:, known["j"]].reshape(-1)
-            return True
-        for g in range(w.gang):
-            part = slice(g * WARP, (g + 1) * WARP)
-            j, ok = sources(b[part].astype(np.int64), c[part].astype(np.int64))
-            active = slice(None) if w.mask is None else w.mask[part]
-            row[part][active] = x[part][j][active]
-            if isinstance(pred, Reg):
-                w.v[("p", "pred")][pred.index][part][active] = ok[active]
-        return True
-
-    return Effect(run, ins)
-
-
-@effect("redux.sync")
-def redux(program, ins):
-    op, kind = ins.parts[2], ins.parts[-1]
-    fns = {
-        "add": np.add,
-        "min": np.minimum,
-        "max": np.maximum,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-    }
-    if op not in fns or ins.parts[3:-1] not in ((), ("NaN",), ("abs",)) or "abs" in ins.parts:
-        raise ins.error("redux form not emulated")
-    fn = fns[op] if kind != "f32" or "NaN" in ins.parts else {"min": np.fmin, "max": np.fmax}[op]
-    read, dst = reader(program, ins.args[1], kind, ins), ins.args[0]
-
-    def run(w):
-        converged(w, ins)
-        x = read(w)
-        for g in range(w.gang):
-            part = slice(g * WARP, (g + 1) * WARP)
-            a = np.ones(WARP, bool) if w.mask is None else w.mask[part]
-            w.v[(dst.cls, kind)][dst.index][part][a] = fn.reduce(x[part][a])
-        return True
-
-    return Effect(run, ins)
-
-
-@effect("setmaxnreg")
-def setmaxnreg(program, ins):
-    strict(ins, "inc", "dec", "sync", "aligned", "u32")
-    count = ins.args[0]
-    if not isinstance(count, Imm) or not 24 <= count.value <= 256 or count.value % 8:
-        raise ins.error("register count must be a literal multiple of 8 in 24..256")
-
-    def run(w):
-        converged(w, ins)
-        for g in range(w.gang):
-            w.cta.register_budget[w.warp + g] = count.value
-        total = WARP * sum(w.cta.register_budget.values())
-        if total > 65536:
-            w.report("registers", f"warps hold {total} registers after setmaxnreg, an SM has 65536", ins)
-        return True
-
-    return Effect(run, ins)
-
-
-@effect("griddepcontrol")
-def griddepcontrol(program, ins):
-    strict(ins, "wait", "launch_dependents")
-    return Effect(lambda w: True, ins)
-
-
-@effect("nanosleep", "prefetch", "prefetchu")
-def hint(program, ins):
-    return Effect(lambda w: True, ins, yields=True)
-
-
-@effect("mapa")
-def mapa(program, ins):
-    strict(ins, "shared::cluster", "u32", "u64")
-    kind = ins.parts[-1]
-    at, rank = reader(program, ins.args[1], kind, ins), reader(program, ins.args[2], "u32", ins)
-    dst = ins.args[0]
-
-    def run(w):
-        value = (at(w) & at(w).dtype.type(0xFFFFFF)) | (rank(w).astype(at(w).dtype) << at(w).dtype.type(24))
-        np.copyto(w.v[(dst.cls, kind)][dst.index], value, where=True if w.mask is None else w.mask)
-        return True
-
-    return Effect(run, ins)

@@ -192,26 +192,26 @@ class _Access:
         run = None not in index and all(b - a == 1 for a, b in pairwise(index))
         self.rows = slice(index[0], index[0] + len(index)) if run else (None if None in index else np.array(index))
 
-    def places(self, w):
-        """(warp part, first column, quarter, lane slice or index, column index) for each warp of the unit."""
+    def place(self, w):
+        """(first column, quarter, first lane) of the warp's access, or None after a finding."""
         row = self.read_address(w)
-        for g in range(w.gang):
-            part = slice(g * WARP, (g + 1) * WARP)
-            mine = row if row.shape[0] == 1 else row[part]
-            first = int(mine[0])
-            if (mine != first).any():
-                w.report("lane_quarter", "the lanes of a warp give different tensor memory addresses", self.ins)
-            first = (first + self.offset) & 0xFFFFFFFF
-            lane, column, quarter = first >> 16, first & 0xFFFF, (w.warp + g) % 4
-            allowed = (32 * quarter,) if self.straight else (32 * quarter, 32 * quarter + 16)
-            if lane not in allowed:
-                w.report(
-                    "lane_quarter",
-                    f"warp {w.warp + g} accesses lanes from {lane}, it may only {allowed[0]}..{allowed[0] + 31}",
-                    self.ins,
-                )
-                continue
-            yield part, column, quarter, lane
+        first = int(row[0])
+        if (row != first).any():
+            w.report("lane_quarter", "the lanes of a warp give different tensor memory addresses", self.ins)
+        first = (first + self.offset) & 0xFFFFFFFF
+        lane, column, quarter = first >> 16, first & 0xFFFF, w.warp % 4
+        allowed = (32 * quarter,) if self.straight else (32 * quarter, 32 * quarter + 16)
+        if lane not in allowed:
+            reach = f"it may only {allowed[0]}..{allowed[0] + 31}"
+            w.report("lane_quarter", f"warp {w.warp} accesses lanes from {lane}, {reach}", self.ins)
+            return None
+        return column, quarter, lane
+
+    def where(self, column, lane):
+        """Index of tensor memory's data."""
+        if self.straight:
+            return slice(column, column + self.columns), slice(lane, lane + WARP)
+        return column + self.column_map, lane + self.lane_map
 
 
 def first_uses(program, ins):
@@ -262,23 +262,21 @@ def load(program, ins):
         report, machine, tmem = w.reporter(ins), w.machine, w.cta.tmem
         if used is not None:
             report("read_before_wait", f"line {used.line} uses the result before a tcgen05.wait::ld: {used.text[:60]}")
-        for part, column, quarter, lane in a.places(w):
-            if not tmem.check(column, n, quarter, report, "load"):
-                continue
-            tmem.conflict(column, n, quarter, ("mma_writes", "stores"), report, "load")
-            early = copied or used or machine.rng.random() < machine.policy.tmem_early
-            if a.straight:
-                where = (slice(column, column + n), slice(lane, lane + WARP))
-            else:
-                where = (column + a.column_map, lane + a.lane_map)
-            if not tmem.init[where].all():
-                column_bad = column + int(np.argmax(~tmem.init[where].all(axis=1)))
-                report("uninitialised_read", f"load of tensor memory column {column_bad}: nobody wrote there")
-            target = w.m[("r", "b32")]
-            target[a.rows, part] = tmem.data[where] if early else POISON
-            tmem.loads[column : column + n, quarter] += 1
-            w.tmem_pending.append((tmem, None if early else (target, a.rows, part, where), column, n, quarter))
-            machine.count(w, "tmem.load", 4 * WARP * len(a.lane_map))
+        place = a.place(w)
+        if place is None or not tmem.check(place[0], n, report, "load"):
+            return True
+        column, quarter, lane = place
+        tmem.conflict(column, n, quarter, ("mma_writes", "stores"), report, "load")
+        early = copied or used or machine.rng.random() < machine.policy.tmem_early
+        where = a.where(column, lane)
+        if not tmem.init[where].all():
+            bad = column + int(np.argmax(~tmem.init[where].all(axis=1)))
+            report("uninitialised_read", f"load of tensor memory column {bad}: nobody wrote there")
+        target = w.m[("r", "b32")]
+        target[a.rows] = tmem.data[where] if early else POISON
+        tmem.loads[column : column + n, quarter] += 1
+        w.tmem_pending.append((tmem, None if early else (target, a.rows, where), column, n, quarter))
+        machine.count(w, "tmem.load", 4 * WARP * len(a.lane_map))
         return True
 
     return Effect(run, ins)
@@ -295,24 +293,22 @@ def store(program, ins):
         converged(w, ins)
         check_fence(w, ins)
         report, machine, tmem = w.reporter(ins), w.machine, w.cta.tmem
-        for part, column, quarter, lane in a.places(w):
-            if not tmem.check(column, n, quarter, report, "store"):
-                continue
-            tmem.conflict(column, n, quarter, ("mma_writes", "mma_reads", "loads"), report, "store")
-            early = machine.policy.tmem_early >= 1 or machine.rng.random() < machine.policy.tmem_early
-            if a.straight:
-                where = (slice(column, column + n), slice(lane, lane + WARP))
-            else:
-                where = (column + a.column_map, lane + a.lane_map)
-            if reads is None:
-                words = w.m[("r", "b32")][a.rows, part]
-            else:
-                words = np.stack([np.broadcast_to(r(w), (w.n,))[part] for r in reads])
-            tmem.data[where] = words if early else POISON
-            tmem.init[where] = True
-            tmem.stores[column : column + n, quarter] += 1
-            w.tmem_stores.append((tmem, None if early else (where, words.copy()), column, n, quarter))
-            machine.count(w, "tmem.store", 4 * WARP * len(a.lane_map))
+        place = a.place(w)
+        if place is None or not tmem.check(place[0], n, report, "store"):
+            return True
+        column, quarter, lane = place
+        tmem.conflict(column, n, quarter, ("mma_writes", "mma_reads", "loads"), report, "store")
+        early = machine.rng.random() < machine.policy.tmem_early
+        where = a.where(column, lane)
+        if reads is None:
+            words = w.m[("r", "b32")][a.rows]
+        else:
+            words = np.stack([np.broadcast_to(r(w), (w.n,)) for r in reads])
+        tmem.data[where] = words if early else POISON
+        tmem.init[where] = True
+        tmem.stores[column : column + n, quarter] += 1
+        w.tmem_stores.append((tmem, None if early else (where, words.copy()), column, n, quarter))
+        machine.count(w, "tmem.store", 4 * WARP * len(a.lane_map))
         return True
 
     return Effect(run, ins)
@@ -321,8 +317,8 @@ def store(program, ins):
 def flush_loads(w):
     for tmem, late, column, n, quarter in w.tmem_pending:
         if late is not None:
-            target, rows, part, where = late
-            target[rows, part] = tmem.data[where]
+            target, rows, where = late
+            target[rows] = tmem.data[where]
         tmem.loads[column : column + n, quarter] -= 1
     w.tmem_pending = []
 
@@ -375,7 +371,7 @@ def commit(program, ins):
     def run(w):
         report, machine = w.reporter(ins), w.machine
         w.cta.tmem.use_group(group, report)
-        if w.active() > w.gang:
+        if w.active() > 1:
             w.report("duplicate_issue", f"{w.active()} lanes commit: elect one", ins)
         for lane in w.lanes():
             where = at(w, lane)

@@ -100,7 +100,7 @@ def mma(program, ins):
     def run(w):
         check_fence(w, ins)
         report = w.reporter(ins)
-        if w.active() > w.gang:
+        if w.active() > 1:
             report("duplicate_issue", f"{w.active()} lanes issue the same MMA: elect one")
         pair = [w.cta]
         if group == 2:
@@ -154,9 +154,9 @@ class Umma:
         for cta in self.pair:
             t = cta.tmem
             t.use_group(self.group, self.report)
-            ok = ok and t.check(self.column, self.columns, slice(None), self.report, "MMA accumulator")
+            ok = ok and t.check(self.column, self.columns, self.report, "MMA accumulator")
             if self.from_tmem:
-                ok = ok and t.check(self.a_column, 8, slice(None), self.report, "MMA operand A")
+                ok = ok and t.check(self.a_column, 8, self.report, "MMA operand A")
         return ok
 
     def _operands(self, a, b):

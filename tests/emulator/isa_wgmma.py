@@ -93,12 +93,11 @@ def fence(program, ins):
     def run(w):
         converged(w, ins)
         wg, first = group_of(w)
-        for g in range(w.gang):
-            warp = w.warp + g - first
-            if committing:
-                wg.groups[warp].append(wg.next[warp])
-            else:
-                wg.fenced[warp] = True
+        warp = w.warp - first
+        if committing:
+            wg.groups[warp].append(wg.next[warp])
+        else:
+            wg.fenced[warp] = True
         return True
 
     return Effect(run, ins)
@@ -113,10 +112,9 @@ def wait(program, ins):
     def run(w):
         wg, first = group_of(w)
         goal = 0
-        for g in range(w.gang):
-            committed = wg.groups[w.warp + g - first]
-            if len(committed) > keep.value:
-                goal = max(goal, committed[len(committed) - 1 - keep.value])
+        committed = wg.groups[w.warp - first]
+        if len(committed) > keep.value:
+            goal = max(goal, committed[len(committed) - 1 - keep.value])
         if wg.done >= goal:
             w.wait = None
             return True
@@ -163,29 +161,28 @@ def mma(program, ins):
         report, machine = w.reporter(ins), w.machine
         lane = w.lead
         key = (ins.line, None if from_registers else read_a(w, lane), read_b(w, lane), bool(read_scale(w, lane)))
-        for g in range(w.gang):
-            warp = w.warp + g - first
-            if not wg.fenced[warp]:
-                report("wgmma_divergent", "wgmma without a wgmma.fence before it")
-                wg.fenced[warp] = True
-            index = wg.next[warp]
-            wg.next[warp] += 1
-            if index == len(wg.operations):
-                op = Pending(key)
-                wg.operations.append(op)
-                submit(w, wg, first, op)
-            op = wg.operations[index]
-            if op.key != key:
-                report(
-                    "wgmma_divergent",
-                    f"warp {warp} issues wgmma (line, descriptors, scale) {key}, the warpgroup's first warp {op.key}",
-                )
-            hold(w, wg, warp, first)
-            op.warps.add(warp)
-            if len(op.warps) == GROUP_WARPS:
-                op.start()
-        machine.count(w, "tensor.cycles", cycles * w.gang / GROUP_WARPS)
-        machine.count(w, "mma.read", smem * w.gang / GROUP_WARPS)
+        warp = w.warp - first
+        if not wg.fenced[warp]:
+            report("wgmma_divergent", "wgmma without a wgmma.fence before it")
+            wg.fenced[warp] = True
+        index = wg.next[warp]
+        wg.next[warp] += 1
+        if index == len(wg.operations):
+            op = Pending(key)
+            wg.operations.append(op)
+            submit(w, wg, first, op)
+        op = wg.operations[index]
+        if op.key != key:
+            report(
+                "wgmma_divergent",
+                f"warp {warp} issues wgmma (line, descriptors, scale) {key}, the warpgroup's first warp {op.key}",
+            )
+        hold(w, wg, warp, first)
+        op.warps.add(warp)
+        if len(op.warps) == GROUP_WARPS:
+            op.start()
+        machine.count(w, "tensor.cycles", cycles / GROUP_WARPS)
+        machine.count(w, "mma.read", smem / GROUP_WARPS)
         return True
 
     def hold(w, wg, warp, first):

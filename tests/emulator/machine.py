@@ -10,7 +10,7 @@ from .tmem import TensorMemory
 
 LANES = 32
 BUDGET = 20000  # segments that a warp runs before others get a turn
-BLOCKED, YIELDED, DONE, SPLIT = "blocked", "yielded", "done", "split"
+BLOCKED, YIELDED, DONE = "blocked", "yielded", "done"
 
 
 class _Views(dict):
@@ -79,7 +79,7 @@ class Cta:
         self.threads, self.warps = threads, -(-threads // LANES)
         registers.poison()
         self._specials()
-        self.units = [Unit(self, w, 1) for w in range(self.warps)]
+        self.units = [Unit(self, w) for w in range(self.warps)]
         self.register_budget = {}
 
     def _specials(self):
@@ -132,13 +132,13 @@ class Cta:
 
 
 class Unit:
-    """One warp, or a gang of consecutive warps in step: program counter, active lanes, pending divergent paths."""
+    """One warp: program counter, active lanes, pending divergent paths."""
 
-    def __init__(self, cta, warp, gang):
+    def __init__(self, cta, warp):
         self.cta, self.machine = cta, cta.machine
-        self.warp, self.gang = warp, gang
+        self.warp = warp
         self.lo = warp * LANES
-        self.hi = min(self.lo + gang * LANES, cta.threads)
+        self.hi = min(self.lo + LANES, cta.threads)
         self.n = self.hi - self.lo
         self.v, self.m = cta.registers.of(self.lo, self.hi)
         self.pc, self.at_end = 0, False
@@ -157,7 +157,7 @@ class Unit:
 
     @property
     def name(self):
-        return f"{self.cta.name} warp {self.warp}" + (f"-{self.warp + self.gang - 1}" if self.gang > 1 else "")
+        return f"{self.cta.name} warp {self.warp}"
 
     def set_mask(self, mask):
         self.mask = mask
@@ -195,7 +195,7 @@ class Unit:
         for _ in range(BUDGET):
             segment = segments[self.pc]
             if not self.at_end:
-                hits[self.pc] += self.gang
+                hits[self.pc] += 1
                 if self.mask is None:
                     if segment.full is None:
                         segment.full = compile_segment(machine.program, segment, False)
@@ -208,8 +208,7 @@ class Unit:
             end = segment.end
             kind = end[0]
             if kind == "branch":
-                if not self.branch(end):
-                    return SPLIT
+                self.branch(end)
             elif kind == "block":
                 self.machine.executed = end[1]
                 if effects[end[1]].run(self) is False:
@@ -250,9 +249,6 @@ class Unit:
         elif count == 0:
             self.pc = other
         else:
-            if self.gang > 1:
-                self.at_end = True
-                return False
             rest = ~p if self.mask is None else self.mask & ~p
             self.pend.append((taken, p.copy()))
             self.pc = other

@@ -1,6 +1,6 @@
 """Kernel -> segments of generated Python over numpy rows.
 
-A *segment* is straight-line code that one warp (or a gang of warps in step) runs without looking up. Pure
+A *segment* is straight-line code that one warp runs without looking up. Pure
 instructions become
 *micro-operations*; independent ones of the same kind are grouped into one numpy call on many register rows (measured:
 a row of

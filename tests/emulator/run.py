@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import isa_async, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_wgmma, tensor
+from . import isa_async, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_warp, isa_wgmma, tensor
 from .barriers import WARP
 from .counters import Counters
 from .engine import Engine
@@ -18,7 +18,15 @@ from .parse import parse
 from .program import Program
 from .schedule import Scheduler, policy_of
 
-ISA = (isa_async, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_wgmma)  # importing them registers their instructions
+ISA = (
+    isa_async,
+    isa_memory,
+    isa_sync,
+    isa_tcgen05,
+    isa_umma,
+    isa_warp,
+    isa_wgmma,
+)  # importing them registers their instructions
 _programs = {}
 
 
@@ -164,7 +172,7 @@ class Machine:
                 "unfinished", "the warp exits with tcgen05.ld or st that it never waited for", None, unit.name
             )
             isa_tcgen05.flush(unit)
-        cta.exited_warps += unit.gang
+        cta.exited_warps += 1
         if cta.exited_warps < cta.warps:
             return
         cta.exited = 1
@@ -224,8 +232,7 @@ class Machine:
 
     def release(self, unit):
         """The unit arrives at a barrier."""
-        for g in range(unit.gang):
-            unit.cta.shared.release(unit.warp + g)
+        unit.cta.shared.release(unit.warp)
 
     def force_yield(self, unit):
         self.forced = True
@@ -252,19 +259,18 @@ class ClusterBarrier:
         self.goals = {}
 
     def arrive(self, unit, report):
-        for g in range(unit.gang):
-            key = (unit.cta.rank, unit.warp + g)
-            if self.goals.get(key, 0) > self.generation:
-                report("named_barrier", "barrier.cluster.arrive twice without a wait")
-            self.goals[key] = self.generation + 1
-            self.arrived += 1
+        key = (unit.cta.rank, unit.warp)
+        if self.goals.get(key, 0) > self.generation:
+            report("named_barrier", "barrier.cluster.arrive twice without a wait")
+        self.goals[key] = self.generation + 1
+        self.arrived += 1
         unit.machine.events += 1
         if self.arrived == self.total:
             self.arrived = 0
             self.generation += 1
 
     def goal(self, unit):
-        return max(self.goals.get((unit.cta.rank, unit.warp + g), 0) for g in range(unit.gang))
+        return self.goals.get((unit.cta.rank, unit.warp), 0)
 
 
 __all__ = ["WARP", "Machine", "Report", "load", "run"]

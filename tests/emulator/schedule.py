@@ -117,9 +117,6 @@ class Scheduler:
             outcome = unit.run()
             if outcome == m.DONE:
                 self.units.remove(unit)
-            elif outcome == m.SPLIT:
-                at = self.units.index(unit)
-                self.units[at : at + 1] = unit.split()
 
     def deadlock(self):
         lines = []

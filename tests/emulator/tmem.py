@@ -78,7 +78,7 @@ class TensorMemory:
         self.data[first : first + columns] = POISON
         self.init[first : first + columns] = False
 
-    def check(self, first, columns, quarters, report, what):
+    def check(self, first, columns, report, what):
         """Bounds and allocation of columns [first, first + columns)."""
         if first + columns > COLUMNS:
             report("out_of_bounds", f"{what} of columns {first}..{first + columns - 1}, tensor memory has {COLUMNS}")
