@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 
 def forward(d, v=None, dtype="bfloat16", **kinds):
     v = d if v is None else v
-    return Plan(dtype, d, v, **kinds, **tiles_for(d, v, kinds.get("segments", False)))
+    return Plan(dtype, d, v, **kinds, **tiles_for(d, v, "segments" in kinds or "soft_cap" in kinds))
 
 
 ALL_KINDS = {"band": True, "segments": True, "soft_cap": True, "sinks": True}

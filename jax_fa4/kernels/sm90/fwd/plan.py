@@ -136,14 +136,17 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     return (Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),)
 
 
-def tiles_for(depth: int, value_depth: int, segments: bool = False) -> dict[str, Any]:
-    """Tile sizes by native depths. Registers of a math thread: S keys/2, P keys/4, O value_depth/2."""
+def tiles_for(depth: int, value_depth: int, crowded: bool = False) -> dict[str, Any]:
+    """Tile sizes by native depths. Registers of a math thread: S keys/2, P keys/4, O value_depth/2.
+
+    crowded: segments or a soft cap, which need registers of their own.
+    """
     inner, inner_value = native(depth), native(value_depth)
     if inner_value <= 128 and inner <= 192:
         return {"rows": 128, "keys": 128}
     if inner_value <= 192 and inner <= 192:
         return {"rows": 128, "keys": 96}
-    return {"rows": 128, "keys": 64 if segments else 80}  # 80 spills 52 bytes with segments and all else on
+    return {"rows": 128, "keys": 64 if crowded else 80}  # 80 spills up to 52 bytes then
 
 
 def choose(problem: Problem) -> Plan:
@@ -160,5 +163,5 @@ def choose(problem: Problem) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         sinks=spec.sinks,
-        **tiles_for(problem.d, problem.v, spec.segments),
+        **tiles_for(problem.d, problem.v, spec.segments or spec.soft_cap),
     )
