@@ -286,7 +286,9 @@ def test_more_queries_than_keys_bottom_right():
         assert np.array_equal(got.out[0, dead].astype(float), v[0, 0])
         check(got, case, inp, "float16")
         if s == 1:
-            assert not got.dk.any() and np.array_equal(got.dv[0, 0].astype(float), inp.dout[0, -1])
+            assert np.abs(got.dk.astype(float)).max() <= 1e-5 and np.array_equal(
+                got.dv[0, 0].astype(float), inp.dout[0, -1]
+            )
 
 
 def test_windows_against_causal():
