@@ -15,6 +15,7 @@ from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, scal
 from jax_fa4.mask import keys_seen
 
 ZERO_BARRIER = 2  # named barrier of the math warps
+TURN_BARRIER = 3  # and the next: one for each of two warpgroups
 
 
 def scores_mma(plan):
@@ -112,6 +113,21 @@ def clear_past(ctx, thread, at):
 
 
 @cute.jit
+def take_turn(ctx):
+    """Waits until the other warpgroup has issued its products of the step before (the first has no one to wait for)."""
+    if const_expr(ctx.plan.turns):
+        cute.arch.barrier(barrier_id=TURN_BARRIER + ctx.warp // 4 - 1, number_of_threads=256)
+
+
+@cute.jit
+def give_turn(ctx, wanted):
+    """Lets the other warpgroup issue, if it still has a step to take: no arrival is left over at the end."""
+    if const_expr(ctx.plan.turns):
+        if wanted:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - (ctx.warp // 4 - 1), number_of_threads=256)
+
+
+@cute.jit
 def attend(ctx):
     """Scores, weights and output of the CTA's queries, key tiles from the last to the first.
 
@@ -145,12 +161,16 @@ def attend(ctx):
         mask(ctx, scores, row, ctx.last - 1, own)
         weigh(scores, peak, total, ctx.scale)
         narrow.store(scores.load().to(dtype))
-        for n in cutlass.range(1, ctx.last - ctx.first, unroll=1):
+        steps = ctx.last - ctx.first
+        give_turn(ctx, (ctx.warp >= 8) & (steps > 1))
+        for n in cutlass.range(1, steps, unroll=1):
             at = step(behind, plan.stages)
             wait(ctx.full["k"], at)
+            take_turn(ctx)
             start_scores(ctx, scores, q, k, at.index)
             wait(ctx.full["v"], behind)
             start_output(ctx, out, weights, v, behind.index)
+            give_turn(ctx, (ctx.warp < 8) | (n + 1 < steps))
             warpgroup.wait_group(1)
             arrive(ctx.empty["k"], at)
             mask(ctx, scores, row, ctx.last - 1 - n, own)

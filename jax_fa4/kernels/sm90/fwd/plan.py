@@ -43,6 +43,7 @@ class Plan:
     stages: int = 2
     groups: int = 2
     registers: tuple[int, int] = (24, 240)  # producer, math
+    turns: bool = False  # the two math warpgroups issue their products in turn, one's exp2 beside the other's products
     arch: str = "sm_90a"
     direction: str = "fwd"
     spill_allowance: int = 0
@@ -54,6 +55,7 @@ class Plan:
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
         assert self.rows == 64 * self.groups and self.keys % 16 == 0 and self.keys <= 256, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
+        assert not self.turns or self.groups == 2, self.groups
         producer, math = self.registers
         assert 128 * (producer + self.groups * math) <= REGISTER_FILE and producer % 8 == math % 8 == 0, self.registers
 
