@@ -1,0 +1,53 @@
+"""The verifier tier's self-test: right micro-kernels pass, and a release that loosens its checks is noticed."""
+
+from pathlib import Path
+
+import pytest
+from micro import add, build, copy, gemm, power
+from verifier import run
+from verifier.mutate import GEMM_UNSAFE, GEMM_WRONG
+
+pytestmark = pytest.mark.skipif(bool(run.missing() or build.missing()), reason=run.missing() or build.missing() or "-")
+equality = pytest.mark.skipif(bool(run.missing(True)), reason=run.missing(True) or "-")
+REFERENCE = run.Reference(Path(__file__).parent / "verifier" / "reference_gemm.py", ("a", "b"), ("out",))
+
+
+@pytest.mark.parametrize(
+    "micro", (add.MICRO, copy.MICRO, power.MICRO, gemm.micro(1), gemm.micro(3)), ids=lambda m: m.module
+)
+def test_right_kernels_are_safe(micro):
+    verdict = run.judge(build.launched(micro))
+    assert verdict.safe, verdict
+
+
+def test_a_store_by_32_lanes_is_race_free_with_warnings():
+    """Why `safe` demands that there is no warning: the faulty store is not a race to the verifier."""
+    from verifier.mutate import drop
+
+    text = drop(r"@%p\d+ bra[^\n]*", -1)(build.ptx(copy.MICRO))
+    verdict = run.judge(build.launched(copy.MICRO, text))
+    assert verdict.result == "race_free" and verdict.warnings > 0 and not verdict.safe, verdict
+
+
+@pytest.mark.parametrize("name", GEMM_UNSAFE)
+def test_an_unsafe_mutant_is_caught(name):
+    """Three steps on two stages, so that the ring wraps: a stage freed too early passes otherwise."""
+    micro = gemm.micro(3)
+    verdict = run.judge(build.launched(micro, GEMM_UNSAFE[name](build.ptx(micro))), timeout=60)
+    assert not verdict.safe, verdict
+    assert verdict.result not in ("None", "timeout", "invalid_input"), verdict
+
+
+@equality
+def test_the_right_product_is_proved_equal():
+    verdict = run.judge(build.launched(gemm.micro(1)), reference=REFERENCE)
+    assert verdict.equal, verdict
+
+
+@equality
+@pytest.mark.parametrize("name", GEMM_WRONG)
+def test_a_wrong_product_is_not_proved(name):
+    """Safe to the verifier, so equality is not optional."""
+    micro = gemm.micro(1)
+    verdict = run.judge(build.launched(micro, GEMM_WRONG[name](build.ptx(micro))), reference=REFERENCE)
+    assert not verdict.equal, verdict

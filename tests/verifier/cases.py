@@ -1,0 +1,104 @@
+"""The Blackwell forward's verifier cases: plan, shapes, run-time values, arm; and how each is judged."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch import Launch, launches
+
+from jax_fa4.kernels.sm100.fwd.plan import Plan, bind
+from jax_fa4.mask import UNBOUNDED
+from verifier import run
+
+SKIP, RESCALE = True, False  # the branch around the rescale is taken, or not
+REFERENCE = run.Reference(Path(__file__).parent / "reference_attention.py", ("q", "k", "v"), ("out", "lse"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to be judged. Values default to what an unmasked call passes."""
+
+    plan: Plan
+    arm: bool | int | None = RESCALE
+    shapes: dict[str, int] = field(default_factory=dict)
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    lengths: tuple[int, int] | None = None  # queries, keys
+    equal: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"B": 1, "T": 256, "S": 256, "N": 1, "K": 1, **self.shapes}
+
+    @property
+    def values(self) -> dict[str, list]:
+        e = self.sizes
+        q_len, kv_len = self.lengths or (e["T"], e["S"])
+        return {"ints": [self.left, self.right, *(q_len, kv_len, 0) * e["B"]]}
+
+
+def forward(d: int = 64, v: int | None = None, **kinds: Any) -> Plan:
+    """Two stages unless told otherwise, so that the ring wraps within two blocks."""
+    dtype = kinds.pop("dtype", "bfloat16")
+    return Plan(dtype, d, d if v is None else v, **{"stage_cap": 2, **kinds})
+
+
+# In CI: depth 64 and at most two blocks, a quarter of a minute each on a free core.
+QUICK = {
+    "full, rescaled": Case(forward()),
+    "full, not rescaled": Case(forward(), SKIP),
+    "full, a mixture": Case(forward(stage_cap=10), 7),
+    "causal": Case(forward(band=True), right=0),
+    "ragged tail": Case(forward(), shapes={"T": 200, "S": 200}),
+    "length inside the last block": Case(forward(), SKIP, lengths=(256, 130)),
+    "no keys": Case(forward(), SKIP, {"S": 128}, lengths=(256, 0)),
+    "two heads share keys": Case(forward(), SKIP, {"N": 2, "S": 128}),
+    "float16, padded depths, sinks": Case(forward(40, 24, dtype="float16", sinks=True), SKIP, {"S": 130}),
+}
+# One command, `make prove`.
+LONG = {
+    "one block": Case(forward(), RESCALE, {"S": 128}),
+    "three blocks": Case(forward(stage_cap=4), RESCALE, {"S": 384}),
+    "causal, not rescaled": Case(forward(band=True), SKIP, right=0),
+    "causal, a mixture": Case(forward(band=True), 3, right=0),
+    "window and length": Case(forward(band=True), RESCALE, {"T": 192, "S": 200}, 64, 20, (192, 130)),
+    "two heads share keys, rescaled": Case(forward(), RESCALE, {"N": 2}),
+    "two examples": Case(forward(), RESCALE, {"B": 2}),
+    "always rescaled": Case(forward(lazy=0.0), None),
+    "P at once": Case(forward(early=4)),
+    "D 128, ring wraps": Case(forward(128, stage_cap=3), RESCALE, {"S": 384}),
+    "D 128, not rescaled": Case(forward(128, stage_cap=3), SKIP, {"S": 384}),
+    "D 128 causal": Case(forward(128, band=True, stage_cap=3), RESCALE, right=0),
+    "D 128 ragged": Case(forward(128, stage_cap=3), RESCALE, {"T": 129, "S": 200}),
+    "D 192, 128": Case(forward(192, 128), RESCALE),
+    "D 192, 128 causal": Case(forward(192, 128, band=True), SKIP, right=0),
+    "sinks": Case(forward(128, sinks=True, stage_cap=3)),
+}
+# Twins with the scale as a constant: the prover has no channel for a float operand. Nothing forced: no vote in them.
+TWIN = {"baked_scale": 0.125, "lazy": 0.0, "stage_cap": 10}
+EQUAL = {
+    "one block, all MUFU, P at once": Case(
+        forward(early=4, share=None, spill_allowance=16, **TWIN), None, {"S": 128}, equal=True
+    ),
+    "one block, polynomial, P in stages": Case(forward(**TWIN), None, {"S": 128}, equal=True),
+    "two blocks, polynomial, P in stages": Case(forward(**TWIN), None, equal=True),
+}
+
+
+@functools.cache
+def built(plan: Plan) -> str:
+    from jax_fa4.ffi.compile import build
+
+    return (build(plan, keep_ptx=True).ptx or "").rstrip("\0")
+
+
+def launched(case: Case, ptx: str | None = None) -> Launch:
+    (one,) = launches(case.plan, bind, case.sizes, ptx or built(case.plan), case.values)
+    return one
+
+
+def judge(case: Case, ptx: str | None = None, timeout: int = 300) -> run.Verdict:
+    return run.judge(launched(case, ptx), case.arm, REFERENCE if case.equal else None, timeout)
