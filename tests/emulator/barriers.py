@@ -54,6 +54,7 @@ class MBarrier:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.pending = self.expected
+            self.cta.machine.completed = True
 
     def passed(self, parity):
         """try_wait.parity: is the phase of this parity the one that completed last?"""
@@ -112,6 +113,7 @@ class NamedBarriers:
                 report("named_barrier", f"barrier {index}: {b.arrived} threads arrived, {b.count} expected")
             b.arrived, b.count, b.names = 0, None, []
             b.generation += 1
+            self.cta.machine.completed = True
         return b, generation
 
     def leftovers(self):

@@ -1,11 +1,14 @@
 """mbarriers, named barriers, the cluster barrier, and fences."""
 
+import numpy as np
+
 from .barriers import MBarrier, find
 from .effects import Effect, effect, lane_address, lane_value, reader, strict
 from .parse import Reg, Sink
 
 WARP = 32
 _SHARED = ("shared", "shared::cta", "shared::cluster")
+ONE = np.ones(1, np.uint32)
 REG32 = {"r": "b32", "d": "lo32"}
 _SCOPE = ("release", "acquire", "relaxed", "cta", "cluster")
 
@@ -73,7 +76,8 @@ def mbarrier_arrive(program, ins):
     at = lane_address(program, args[0], ins, True)
     operand = lane_value(program, args[1], "u32", ins) if len(args) > 1 else lambda w, lane: 1
     row = (("d", "b64"), state.index) if isinstance(state, Reg) else None
-    plain = arrives and not expects and not remote and len(args) == 1
+    plain = arrives and not expects and not remote
+    counts = reader(program, args[1], "u32", ins) if len(args) > 1 else lambda w: ONE
     base = reader(program, args[0].base, "b32" if not isinstance(args[0].base, Reg) else REG32[args[0].base.cls], ins)
     what = "mbarrier." + ".".join(p for p in ("arrive", "expect_tx") if p in ins.parts)
 
@@ -98,15 +102,18 @@ def mbarrier_arrive(program, ins):
         w.machine.release(w)
         lanes = w.lanes()
         if len(lanes) > 1 and plain:
-            where = at(w, lanes[0])
-            barrier = w.cta.mbarriers.get(where - w.cta.window)
-            row_at = base(w)
-            same = row_at.shape[0] == 1 or bool((row_at == row_at[0]).all())
-            if same and barrier is not None and barrier.pending > len(lanes):
-                # every lane arrives once and none of them completes the phase
+            where, each = base(w), counts(w)
+            total = int(each[0]) * len(lanes)
+            barrier = w.cta.mbarriers.get(at(w, lanes[0]) - w.cta.window)
+            if (
+                barrier is not None
+                and barrier.pending >= total
+                and bool((where == where[0]).all() and (each == each[0]).all())
+            ):
+                # all lanes arrive at one barrier, and not beyond the phase
                 if row is not None:
-                    w.v[row[0]][row[1]][:] = barrier.phase
-                barrier.arrive(len(lanes), report)
+                    np.copyto(w.v[row[0]][row[1]], barrier.phase, where=True if w.mask is None else w.mask)
+                barrier.arrive(total, report)
                 return True
         for lane in lanes:
             one(w, report, at(w, lane), (lane,))

@@ -220,7 +220,7 @@ class _Body:
             elif found := _LABEL.match(text, self.at):
                 self.scopes[-1][1][found.group(1)] = len(self.kernel.instructions)
                 self.at = found.end()
-            elif text.startswith(".loc", self.at) or text.startswith(".file", self.at):
+            elif text.startswith((".loc ", ".loc\t", ".file"), self.at):
                 end = text.index("\n", self.at)
                 words = text[self.at : end].split()
                 if words[0] == ".loc":

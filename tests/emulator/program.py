@@ -174,6 +174,10 @@ class Program:
             return None
         fn, result, kinds = entry
         dst, rest = ins.args[0], ins.args[1:]
+        if head != "cvt":  # only conversions may read or write a register wider than their type
+            for operand, kind in zip(ins.args, (result, *kinds), strict=True):
+                if isinstance(operand, Reg) and CLASS_BITS[operand.cls] != BITS[kind]:
+                    raise ins.error(f"register of {CLASS_BITS[operand.cls]} bits used as .{kind}")
         srcs = tuple(self.source(a, k, ins) for a, k in zip(rest, kinds, strict=True))
         if isinstance(dst, Pair):  # setp p|q: q is the complement for ordered comparisons
             raise ins.error("two-result setp is not emulated")

@@ -105,6 +105,7 @@ class Machine:
         self.pair_requests = {}  # tcgen05.alloc.cta_group::2 of a pair of CTAs
         self.slots = []  # register files free for the next CTA
         self.forced = False
+        self.completed = False  # a barrier's phase has completed since the last choice
 
     def _check_launch(self):
         launch, kernel = self.launch, self.program.kernel
@@ -242,7 +243,7 @@ class Machine:
         if self.forced:
             self.forced = False
             return True
-        p = self.policy.preempt
+        p = max(self.policy.preempt, self.policy.handoff if self.completed else 0.0)
         return p > 0 and self.rng.random() < p
 
     def spurious(self):

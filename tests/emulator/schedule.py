@@ -12,7 +12,8 @@ from . import machine as m
 
 @dataclass
 class Policy:
-    """Probabilities of one seed. `haste`: complete an asynchronous operation rather than run a warp."""
+    """Probabilities of one seed. `haste`: complete an asynchronous operation rather than run a warp.
+    `handoff`: whoever completes a barrier's phase is interrupted, and one that waited for it runs at once."""
 
     haste: float = 1.0
     read_early: float = 1.0
@@ -21,6 +22,7 @@ class Policy:
     spurious: float = 0.0
     tmem_early: float = 1.0
     shuffle: bool = False
+    handoff: float = 0.0
 
 
 def policy_of(seed, rng):
@@ -36,6 +38,7 @@ def policy_of(seed, rng):
         spurious=rng.choice((0.0, 0.1)),
         tmem_early=rng.choice((0.0, 0.5)),
         shuffle=True,
+        handoff=rng.choice((0.0, 0.5, 0.9)),
     )
 
 
@@ -111,12 +114,23 @@ class Scheduler:
                     u.memo["refuse"] = True
                     u.wait = None
                 ready = tries
-            unit = rng.choice(ready) if policy.shuffle else ready[self.turn % len(ready)]
+            unit = self.choose(ready)
             self.turn += 1
             unit.wait = None
             outcome = unit.run()
             if outcome == m.DONE:
                 self.units.remove(unit)
+
+    def choose(self, ready):
+        machine, policy = self.machine, self.machine.policy
+        if not policy.shuffle:
+            return ready[self.turn % len(ready)]
+        if machine.completed and machine.rng.random() < policy.handoff:
+            woken = [u for u in ready if u.wait is not None]
+            if woken:
+                ready = woken
+        machine.completed = False
+        return machine.rng.choice(ready)
 
     def deadlock(self):
         lines = []
