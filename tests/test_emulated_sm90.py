@@ -1,0 +1,177 @@
+"""Hopper objects run in the emulator, from their PTX and what bind says: the forward and the backward preprocess.
+
+Inputs past every length are NaN, results start as poison, schedules are adversarial where a seed is given.
+"""
+
+import functools
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compare import Result, check
+from emulator import Uninitialised, run
+from launch import launches, to_emulator
+from problems import BY_NAME, DTYPES, Case, inputs
+
+from jax_fa4.ffi.buffers import FLOATS, VALUES
+from jax_fa4.ffi.compile import build
+from jax_fa4.kernels import select
+from jax_fa4.kernels.passes.plan import BwdPre
+from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm90.fwd.plan import bind
+from jax_fa4.spec import Problem
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
+
+
+@functools.cache
+def ptx_of(plan):
+    return build(plan, keep_ptx=True).ptx
+
+
+def raw(x, dtype):
+    """As the emulator takes it: bfloat16 as its bits."""
+    x = x.astype(DTYPES[dtype])
+    return x.view(np.uint16) if dtype == "bfloat16" else x
+
+
+def value_operands(case):
+    """ints and floats as ffi/buffers.VALUES lays them out."""
+    ints = np.zeros(VALUES.example(case.b), np.int32)
+    ints[VALUES.left], ints[VALUES.right] = case.sides
+    q_len, kv_len = case.lengths
+    for b in range(case.b):
+        at = VALUES.example(b)
+        ints[at + VALUES.q_len], ints[at + VALUES.kv_len] = q_len[b], kv_len[b]
+        ints[at + VALUES.offset] = case.offset[b]
+    floats = np.zeros(FLOATS, np.float32)
+    floats[VALUES.scale], floats[VALUES.soft_cap] = case.scale_value, case.soft_cap or 0
+    return ints, floats
+
+
+def forward(case, dtype, seed=0, **fields):
+    """(Result with out and lse, the emulator's report) of the selected plan, with some fields replaced."""
+    plan = select(Problem(case.spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype), "sm_90a")
+    plan = replace(plan, **fields)
+    inp = inputs(case, dtype)
+    q_len, kv_len = case.lengths
+    q, k, v = inp.query.copy(), inp.key.copy(), inp.value.copy()
+    for b in range(case.b):
+        q[b, q_len[b] :] = k[b, kv_len[b] :] = v[b, kv_len[b] :] = np.nan
+    ints, floats = value_operands(case)
+    given = {"q": raw(q, dtype), "k": raw(k, dtype), "v": raw(v, dtype), "ints": ints, "floats": floats}
+    given |= {"q_segments": inp.q_segments, "kv_segments": inp.kv_segments}
+    given["sinks"] = None if inp.sinks is None else inp.sinks.astype(np.float32)
+    memory = {b.name: given[b.name] for b in plan.inputs}
+    shapes = {"B": case.b, "T": case.t, "S": case.s, "N": case.n, "K": case.k}
+    out, lse = plan.outputs
+    e = plan.extents(shapes)
+    memory["out"] = Uninitialised(out.sized(e), raw(np.zeros(0), dtype).dtype)
+    memory["lse"] = Uninitialised(lse.sized(e), np.dtype(np.float32))
+    (launch,) = launches(plan, bind, shapes, ptx_of(plan))
+    report = run(launch.ptx, to_emulator(launch), memory, seed=seed)
+    got = report.outputs["out"]
+    got = got.view(DTYPES[dtype]) if dtype == "bfloat16" else got
+    none = [None] * (len(Result._fields) - 2)
+    return inp, Result(got.astype(np.float64), report.outputs["lse"].astype(np.float64), *none), report
+
+
+# Few plans (each is a compile), many problems.
+SAME_PLAN = [
+    "len_1x1", "len_127x129", "len_1x300", "heads_7_1", "causal_129x127", "bottom_200x1", "causal_1000",
+    "window_17_5", "window_0_0", "window_left", "window_right", "window_far",
+    "lengths", "lengths_zero", "lengths_bottom", "lengths_window", "scale_large", "fill_both_causal", "spread_4",
+]  # fmt: skip
+OTHER_PLANS = ["segments", "segments_disjoint", "soft_cap", "sinks_dead_rows"]
+DEPTHS = [
+    Case("depth_96", t=130, s=140, d=96, kv_lens=(140, 77)),
+    Case("depth_192_128", b=1, t=130, s=300, d=192, v=128, kv_lens=(201,)),
+    Case("depth_256_causal", b=1, t=130, s=200, d=256, n=2, k=1, causal=True),
+    Case("depth_72_40", b=1, t=130, s=200, d=72, v=40, kv_lens=(150,)),
+    Case("depth_64_128", b=1, t=130, s=200, d=64, v=128, kv_lens=(150,)),
+]
+EVERYTHING = Case(
+    "all_kinds", b=2, t=200, s=300, n=4, k=2, d=128, window=(150, 20), bottom_right=True, q_lens=(200, 140),
+    kv_lens=(300, 170), scale=0.2, soft_cap=4.0, sinks=True, segments=3,
+)  # fmt: skip
+
+
+def passes(case, dtype="bfloat16", **how):
+    inp, got, report = forward(case, dtype, **how)
+    report.check()
+    check(got, case, inp, dtype)
+
+
+@pytest.mark.parametrize("name", SAME_PLAN + OTHER_PLANS)
+def test_forward_is_attention(name):
+    passes(BY_NAME[name])
+
+
+@pytest.mark.parametrize("case", DEPTHS, ids=lambda case: case.name)
+def test_forward_at_other_depths(case):
+    passes(case)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_kind_together_in_any_schedule(seed):
+    passes(EVERYTHING, "float16", seed=seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("s", [100, 200, 300, 520])
+def test_turns_leave_no_arrival_over(s, seed):
+    passes(Case("turns", b=1, t=130, s=s, n=1, k=1), seed=seed, turns=True)
+
+
+def test_segments_cost_only_their_own_tiles():
+    """Packed sequences of 128: three of four key tiles are not loaded."""
+    ids = np.repeat(np.arange(4, dtype=np.int32), 128)[None]
+    case = Case("packed", b=1, t=512, s=512, n=1, k=1, segments=4)
+    plan = select(Problem(case.spec, 1, 512, 512, 1, 1, 64, 64), "sm_90a")
+    x = raw(np.random.default_rng(0).normal(size=(1, 512, 1, 64)), "bfloat16")
+    ints, floats = value_operands(case)
+    memory = {"q": x, "k": x, "v": x, "ints": ints, "floats": floats, "q_segments": ids}
+    memory |= {"out": np.zeros_like(x), "lse": np.zeros((1, 1, 512), np.float32)}
+    shapes = {"B": 1, "T": 512, "S": 512, "N": 1, "K": 1}
+    cycles = []
+    for kv_segments in (ids, np.zeros_like(ids)):
+        (launch,) = launches(plan, bind, shapes, ptx_of(plan))
+        report = run(launch.ptx, to_emulator(launch), {**memory, "kv_segments": kv_segments}).check()
+        cycles.append(report.counters.total("tensor.cycles"))
+    # One key tile for each of four query tiles, then four tiles for the one query tile whose id is 0: the same work.
+    assert cycles == [4 * 2 * 2 * 128 * 128 * 64 / 4096] * 2  # FLOP of QK and PV, 4096 a cycle
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "v", "rows", "work"),
+    [("sm_90a", "bfloat16", 128, 64, 128), ("sm_100a", "bfloat16", 96, 128, 96), ("sm_90a", "float16", 8, 64, 24)],
+)
+def test_backward_preprocess(arch, dtype, v, rows, work):
+    """delta = rowsum(dO O) - dLSE and LSE log2(e); +inf and 0 in rows that see nothing; every padded row written."""
+    plan = BwdPre(arch, dtype, v, rows, work)
+    shapes, q_len = {"B": 2, "T": 130, "N": 3}, (130, 70)
+    rng = np.random.default_rng(0)
+    out, dout = (raw(rng.normal(size=(2, 130, 3, v)), dtype) for _ in range(2))
+    lse, dlse = (rng.normal(size=(2, 3, 130)).astype(np.float32) for _ in range(2))
+    lse[:, :, ::7] = -np.inf
+    exact = [x.view(DTYPES[dtype]).astype(np.float64) for x in (out, dout)]
+    want = np.einsum("btnv,btnv->bnt", *exact) - dlse
+    alive = (np.arange(130) < np.array(q_len)[:, None])[:, None] & np.isfinite(lse)
+    for x in (lse, dlse):
+        x[1, :, 70:] = np.nan
+    for x in (out, dout):
+        x[1, 70:] = raw(np.array([np.nan]), dtype)[0]
+    ints = np.array([0, 0, 130, 1, 0, 70, 1, 0], np.int32)
+    memory = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "ints": ints}
+    e = plan.extents(shapes)
+    memory |= {b.name: Uninitialised(b.sized(e), np.dtype(np.float32)) for b in plan.outputs}
+    (launch,) = launches(plan, lambda p, e: (bind_pre(p, e),), shapes, ptx_of(plan))
+    report = run(launch.ptx, to_emulator(launch), memory, seed=1).check()
+    assert (report.outputs["work"] == 0).all()
+    two, delta = np.moveaxis(report.outputs["stats"].reshape(2, 3, -1, 2, rows), 3, 0).reshape(2, 2, 3, -1)
+    assert two.shape[-1] == e["M"] * rows > 130
+    assert np.isposinf(two[..., 130:]).all() and (delta[..., 130:] == 0).all()
+    assert np.isposinf(two[..., :130][~alive]).all() and (delta[..., :130][~alive] == 0).all()
+    np.testing.assert_allclose(two[..., :130][alive], lse[alive] * np.log2(np.e), rtol=1e-6)
+    np.testing.assert_allclose(delta[..., :130][alive], want[alive], atol=1e-5 * v**0.5, rtol=1e-5)
