@@ -140,7 +140,7 @@ class _Source:
             mask = "w.mask2" if m.dst[2] == "f32x2" else "w.mask"
             self.lines.append(f"copyto({dst}, {value}, where={mask})")
         elif isinstance(m.fn, np.ufunc) and same_type(m):
-            self.lines.append(f"{self.name(m.fn)}({args}, {dst})")
+            self.lines.append(f"{self.name(m.fn)}({args}, out={dst})")
         else:
             self.lines.append(f"{dst}[:] = {value}")
 
