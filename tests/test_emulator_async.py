@@ -1,0 +1,324 @@
+"""Asynchronous copies, stores, reductions, clusters and tensor-memory operands of the emulator, by equality."""
+
+import numpy as np
+import pytest
+from emulator import Pointer, Scalar, Tma, Uninitialised
+from emulator.arith import bf16_to_f32, f32_to_bf16
+from emulator.snippets import body, kinds, play
+
+VALUES = np.random.default_rng(1).integers(-4, 5, (2, 256, 64)).astype(np.float32)
+
+
+def idesc(m, n):
+    return 1 << 4 | 1 << 7 | 1 << 10 | (n >> 3) << 17 | (m >> 4) << 24
+
+
+@pytest.mark.parametrize("m", [256, 128])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pair_of_ctas_multiplies(m, seed):
+    rows, n = m // 2, 64
+    columns = n if m == 256 else n // 2
+    a, b = VALUES[0, :m], VALUES[1, :n]
+    maps = [
+        Tma(name, "bfloat16", (64, len(x)), (128,), (64, box), "128B")
+        for name, x, box in (("a", a, rows), ("b", b, 32))
+    ]
+    params = (*maps, Pointer("out"), Scalar(idesc(m, n)), Scalar(rows), Scalar(128 * (rows + 32)), Scalar(columns))
+    memory = {"a": f32_to_bf16(a), "b": f32_to_bf16(b), "out": Uninitialised((2, 128, columns), np.float32)}
+    report = play(body("mma2"), params, memory, block=128, shared=65536 + 64, cluster=2, seed=seed).check()
+    want = (a @ b.T).reshape(2, rows, n)
+    if m == 128:  # 64 rows a CTA; the upper half of the columns lies in lanes 64 to 127
+        want = np.concatenate([want[:, :, :columns], want[:, :, columns:]], axis=1)
+    assert np.array_equal(report.outputs["out"], want)
+    assert report.counters.total("tensor.cycles") == 4 * 2 * m * n * 16 / 8192
+
+
+def test_two_allocations_of_a_pair_must_agree():
+    memory = {"a": f32_to_bf16(VALUES[0]), "b": f32_to_bf16(VALUES[1]), "out": Uninitialised((2, 128, 64), np.float32)}
+    maps = [Tma(name, "bfloat16", (64, 256), (128,), (64, box), "128B") for name, box in (("a", 128), ("b", 32))]
+    params = (*maps, Pointer("out"), Scalar(idesc(256, 64)), Scalar(128), Scalar(128 * 160), Scalar(64))
+    text = body("mma2").replace(
+        "cta_group::2.sync.aligned.shared::cta.b32 [%r10+16], 64",
+        "cta_group::2.sync.aligned.shared::cta.b32 [%r10+16], %r51",
+    )
+    text = text.replace("  @%p14 bra ALLOCATED;\n", "  shl.b32 %r51, 64, %r3;\n  @%p14 bra ALLOCATED;\n")
+    assert "tmem_alloc" in kinds(play(text, params, memory, block=128, shared=65536 + 64, cluster=2))
+
+
+FROM_TMEM = """
+  ld.param.b64 %d1, [p1];
+  ld.param.b64 %d0, [p2];
+  mov.b64 %d20, p0;
+  add.s32 %r10, %r0, 32768;
+  shr.u32 %r2, %r1, 5;
+  setp.ne.b32 %p15, %r1, 0;
+  setp.ne.b32 %p14, %r2, 0;
+  @%p15 bra COPIED;
+  mbarrier.init.shared.b64 [%r10], 1;
+  mbarrier.init.shared.b64 [%r10+8], 1;
+  fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 8192;
+  cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r0], [%d20, {0, 0}], [%r10];
+COPIED:
+  @%p14 bra ALLOCATED;
+  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10+16], 128;
+ALLOCATED:
+  bar.sync 0;
+  ld.shared.b32 %r12, [%r10+16];
+  shl.b32 %r18, %r2, 21;
+  add.s32 %r18, %r18, %r12;
+  mul.wide.u32 %d2, %r1, 32;
+  add.s64 %d3, %d0, %d2;
+  ld.global.v4.b32 {%r60, %r61, %r62, %r63}, [%d3];
+  ld.global.v4.b32 {%r64, %r65, %r66, %r67}, [%d3+16];
+  tcgen05.st.sync.aligned.32x32b.x8.b32 [%r18+64], {%r60, %r61, %r62, %r63, %r64, %r65, %r66, %r67};
+  tcgen05.wait::st.sync.aligned;
+  tcgen05.fence::before_thread_sync;
+  bar.sync 0;
+  @%p15 bra ISSUED;
+FILL:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
+  @!%p1 bra FILL;
+  tcgen05.fence::after_thread_sync;
+  shr.u32 %r13, %r0, 4;
+  and.b32 %r14, %r13, 16383;
+  mov.b32 %r28, 1073758272;
+  mov.b64 %d10, {%r14, %r28};
+  mov.pred %p2, 0;
+  add.s32 %r19, %r12, 64;
+  tcgen05.mma.cta_group::1.kind::f16 [%r12], [%r19], %d10, IDESC, %p2;
+  tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r10+8];
+ISSUED:
+DONE:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r10+8], 0;
+  @!%p1 bra DONE;
+  tcgen05.fence::after_thread_sync;
+  mul.wide.u32 %d2, %r1, 256;
+  add.s64 %d3, %d1, %d2;
+  mov.b32 %r17, 0;
+READ:
+  tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r40, %r41, %r42, %r43}, [%r18];
+  tcgen05.wait::ld.sync.aligned;
+  st.global.v4.b32 [%d3], {%r40, %r41, %r42, %r43};
+  add.s64 %d3, %d3, 16;
+  add.s32 %r18, %r18, 4;
+  add.s32 %r17, %r17, 4;
+  setp.lt.u32 %p3, %r17, 64;
+  @%p3 bra READ;
+  bar.sync 0;
+  @%p14 bra FREED;
+  tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 128;
+FREED:
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_operand_a_from_tensor_memory(seed):
+    a, b = VALUES[0, :128, :16], VALUES[1, :64]
+    maps = (Tma("b", "bfloat16", (64, 64), (128,), (64, 64), "128B"), Pointer("out"), Pointer("a"))
+    memory = {"a": f32_to_bf16(a).copy(), "b": f32_to_bf16(b), "out": Uninitialised((128, 64), np.float32)}
+    text = FROM_TMEM.replace("IDESC", str(idesc(128, 64)))
+    report = play(text, maps, memory, block=128, shared=32768 + 64, seed=seed).check()
+    assert np.array_equal(report.outputs["out"], a @ b[:, :16].T)
+    swapped = text.replace("[%r18+64], {%r60, %r61,", "[%r18+64], {%r61, %r60,")
+    assert not np.array_equal(play(swapped, maps, memory, block=128, shared=32768 + 64).outputs["out"], a @ b[:, :16].T)
+
+
+OUT = """
+  mov.b64 %d20, p0;
+  setp.ne.b32 %p15, %r1, 0;
+  mul.lo.s32 %r3, %r1, 128;
+  add.s32 %r3, %r3, %r0;
+  mov.b32 %r5, 0;
+  mov.b32 %r6, %r3;
+FILL:
+  shl.b32 %r7, %r1, 8;
+  add.s32 %r7, %r7, %r5;
+  FORM
+  st.shared.b32 [%r6], %r7;
+  add.s32 %r6, %r6, 4;
+  add.s32 %r5, %r5, 1;
+  setp.lt.u32 %p1, %r5, 32;
+  @%p1 bra FILL;
+  fence.proxy.async.shared::cta;
+  bar.sync 0;
+  @%p15 bra DONE;
+  COPY [%d20, {8, 90}], [%r0];
+  cp.async.bulk.commit_group;
+  cp.async.bulk.wait_group.read 0;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tensor_store_unswizzles_and_clips(seed):
+    text = OUT.replace("FORM", "").replace("COPY", "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group")
+    desc = Tma("x", "float32", (36, 100), (144 + 16,), (32, 32), "128B")
+    x = np.zeros((100, 40), np.float32)
+    got = play(text, (desc,), {"x": x.view(np.uint32)}, seed=seed).check().outputs["x"]
+    want = np.zeros((100, 40), np.uint32)
+    for r in range(10):
+        for c in range(28):
+            chunk, word = divmod(c, 4)
+            want[90 + r, 8 + c] = (r << 8) + 4 * (chunk ^ r % 8) + word
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tensor_reduction_adds(seed):
+    text = OUT.replace("FORM", "cvt.rn.f32.u32 %r7, %r7;")
+    text = text.replace("COPY", "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group")
+    desc = Tma("x", "float32", (40, 100), (160,), (32, 32), "none")
+    x = np.arange(4000, dtype=np.float32).reshape(100, 40)
+    got = play(text, (desc,), {"x": x}, seed=seed).check().outputs["x"]
+    want = x.copy()
+    want[90:, 8:40] += (256 * np.arange(10)[:, None] + np.arange(32)).astype(np.float32)
+    assert np.array_equal(got, want)
+
+
+def test_linear_reduction_adds_in_any_order():
+    text = body("store").replace("st.shared.b32 [%r3], %r1;", "cvt.rn.f32.u32 %r9, %r1;\n  st.shared.b32 [%r3], %r9;")
+    text = text.replace(
+        "cp.async.bulk.global.shared::cta.bulk_group", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+    )
+    memory = {"x": np.zeros(32, np.uint32), "out": np.arange(32, dtype=np.float32)}
+    got = play(text, (Pointer("x"), Pointer("out")), memory, seed=2).check().outputs["out"]
+    assert np.array_equal(got, 2 * np.arange(32, dtype=np.float32))
+
+
+MULTICAST = """
+  ld.param.b64 %d1, [p1];
+  mov.b64 %d20, p0;
+  mov.u32 %r3, %cluster_ctarank;
+  add.s32 %r10, %r0, 4096;
+  setp.ne.b32 %p15, %r1, 0;
+  @%p15 bra READY;
+  mbarrier.init.shared.b64 [%r10], 1;
+  fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 2048;
+READY:
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;
+  or.b32 %r4, %r1, %r3;
+  setp.ne.b32 %p14, %r4, 0;
+  @%p14 bra WAIT;
+  mov.b16 %h1, 3;
+  COPY [%r0], [%d20, {0, 0}], [%r10], %h1;
+WAIT:
+SPIN:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
+  @!%p1 bra SPIN;
+  shl.b32 %r5, %r1, 2;
+  add.s32 %r6, %r0, %r5;
+  ld.shared.b32 %r7, [%r6+1024];
+  shl.b32 %r8, %r3, 7;
+  add.s32 %r8, %r8, %r5;
+  cvt.u64.u32 %d2, %r8;
+  add.s64 %d3, %d1, %d2;
+  st.global.b32 [%d3], %r7;
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;
+"""
+
+FORM = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+MULTICAST = MULTICAST.replace("COPY", FORM)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_multicast_fills_both_ctas(seed):
+    x = np.arange(16 * 32, dtype=np.uint32).reshape(16, 32)
+    params = (Tma("x", "float32", (32, 16), (128,), (32, 16)), Pointer("out"))
+    got = (
+        play(MULTICAST, params, {"x": x, "out": Uninitialised((2, 32), np.uint32)}, cluster=2, seed=seed)
+        .check()
+        .outputs["out"]
+    )
+    assert np.array_equal(got, np.stack([x[8], x[8]]))
+    alone = MULTICAST.replace("%h1, 3", "%h1, 1")
+    assert play(alone, params, {"x": x, "out": Uninitialised((2, 32), np.uint32)}, cluster=2, seed=seed).deadlock
+
+
+PUSH = """
+  ld.param.b64 %d1, [p0];
+  mov.u32 %r3, %cluster_ctarank;
+  add.s32 %r10, %r0, 4096;
+  setp.ne.b32 %p15, %r1, 0;
+  shl.b32 %r5, %r1, 2;
+  add.s32 %r6, %r0, %r5;
+  @%p15 bra READY;
+  mbarrier.init.shared.b64 [%r10], 1;
+  fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 128;
+READY:
+  shl.b32 %r7, %r3, 8;
+  add.s32 %r7, %r7, %r1;
+  st.shared.b32 [%r6], %r7;
+  fence.proxy.async.shared::cta;
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;
+  xor.b32 %r8, %r3, 1;
+  mapa.shared::cluster.u32 %r11, %r0, %r8;
+  mapa.shared::cluster.u32 %r12, %r10, %r8;
+  @%p15 bra SPIN;
+  cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r11+1024], [%r0], 128, [%r12];
+SPIN:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
+  @!%p1 bra SPIN;
+  ld.shared.b32 %r9, [%r6+1024];
+  shl.b32 %r13, %r3, 7;
+  add.s32 %r13, %r13, %r5;
+  cvt.u64.u32 %d2, %r13;
+  add.s64 %d3, %d1, %d2;
+  st.global.b32 [%d3], %r9;
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ctas_exchange_shared_memory_in_bulk(seed):
+    memory = {"out": Uninitialised((2, 32), np.uint32)}
+    got = play(PUSH, (Pointer("out"),), memory, cluster=2, seed=seed).check().outputs["out"]
+    assert np.array_equal(got, np.stack([256 + np.arange(32), np.arange(32)]))
+
+
+MATRIX = """
+  ld.param.b64 %d1, [p0];
+  and.b32 %r3, %r1, 31;
+  shl.b32 %r4, %r3, 4;
+  add.s32 %r4, %r4, %r0;
+  shl.b32 %r5, %r3, 1;
+  shl.b32 %r6, %r3, 17;
+  add.s32 %r7, %r5, %r6;
+  add.s32 %r7, %r7, 65536;
+  add.s32 %r8, %r7, 4194368;
+  add.s32 %r9, %r8, 4194368;
+  add.s32 %r10, %r9, 4194368;
+  stmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 [%r4], {%r7, %r8, %r9, %r10};
+  bar.sync 0;
+  ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r4];
+  mul.wide.u32 %d2, %r3, 16;
+  add.s64 %d3, %d1, %d2;
+  st.global.v4.b32 [%d3], {%r20, %r21, %r22, %r23};
+"""
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_matrix_store(trans):
+    got = play(MATRIX.replace("TRANS", trans), (Pointer("out"),), {"out": Uninitialised((4, 8, 8), np.uint16)}).check()
+    # lane 4i + j holds elements 2j, 2j + 1 of row i of each tile
+    tiles = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
+    want = tiles.transpose(0, 2, 1) if trans else tiles
+    assert np.array_equal(got.outputs["out"], want)
+
+
+def test_reductions_of_vectors_and_bfloat16():
+    code = """
+  ld.param.b64 %d0, [p0];
+  mov.b32 %r5, 0f3F800000;
+  mov.b32 %r6, 0f40000000;
+  red.relaxed.gpu.global.add.v4.f32 [%d0], {%r5, %r6, %r5, %r6};
+"""
+    got = play(code, (Pointer("x"),), {"x": np.zeros(4, np.float32)}, seed=1).check().outputs["x"]
+    assert got.tolist() == [32, 64, 32, 64]
+    assert bf16_to_f32(f32_to_bf16(np.float32([1.5])))[0] == 1.5
