@@ -322,3 +322,42 @@ def test_reductions_of_vectors_and_bfloat16():
     got = play(code, (Pointer("x"),), {"x": np.zeros(4, np.float32)}, seed=1).check().outputs["x"]
     assert got.tolist() == [32, 64, 32, 64]
     assert bf16_to_f32(f32_to_bf16(np.float32([1.5])))[0] == 1.5
+
+
+CP_ASYNC = """
+  ld.param.b64 %d0, [p0];
+  ld.param.b64 %d1, [p1];
+  mul.wide.u32 %d2, %r1, 16;
+  add.s64 %d3, %d0, %d2;
+  add.s64 %d4, %d1, %d2;
+  shl.b32 %r3, %r1, 4;
+  add.s32 %r3, %r3, %r0;
+  setp.ne.b32 %p15, %r1, 0;
+  @%p15 bra READY;
+  mbarrier.init.shared.b64 [%r0+1024], 32;
+READY:
+  bar.sync 0;
+  and.b32 %r4, %r1, 3;
+  shl.b32 %r4, %r4, 2;
+  cp.async.cg.shared.global [%r3], [%d3], 16, %r4;
+  DONE
+  ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r3];
+  st.global.v4.b32 [%d4], {%r20, %r21, %r22, %r23};
+"""
+BY_GROUP = "cp.async.commit_group;\n  cp.async.wait_group 0;"
+BY_BARRIER = """cp.async.mbarrier.arrive.noinc.shared.b64 [%r0+1024];
+SPIN:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r0+1024], 0;
+  @!%p1 bra SPIN;"""
+
+
+@pytest.mark.parametrize("how", [BY_GROUP, BY_BARRIER])
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_copy_asynchronously(how, seed):
+    x = np.arange(1, 129, dtype=np.uint32).reshape(32, 4)
+    memory = {"x": x, "out": Uninitialised((32, 4), np.uint32)}
+    params = (Pointer("x"), Pointer("out"))
+    got = play(CP_ASYNC.replace("DONE", how), params, memory, seed=seed).check().outputs["out"]
+    kept = np.arange(4)[None, :] < (np.arange(32) % 4)[:, None]  # the source size cuts, the rest is zero
+    assert np.array_equal(got, np.where(kept, x, 0))
+    assert "race" in kinds(play(CP_ASYNC.replace("DONE", ""), params, memory))

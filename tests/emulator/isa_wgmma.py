@@ -117,6 +117,7 @@ def wait(program, ins):
             goal = max(goal, committed[len(committed) - 1 - keep.value])
         if wg.done >= goal:
             w.wait = None
+            wg.fenced[w.warp - first] = False  # the accumulators are the threads' again
             return True
         w.wait = (
             lambda: wg.done >= goal,
@@ -163,7 +164,7 @@ def mma(program, ins):
         key = (ins.line, None if from_registers else read_a(w, lane), read_b(w, lane), bool(read_scale(w, lane)))
         warp = w.warp - first
         if not wg.fenced[warp]:
-            report("wgmma_divergent", "wgmma without a wgmma.fence before it")
+            report("wgmma_divergent", "wgmma without a wgmma.fence before it or since the last wait")
             wg.fenced[warp] = True
         index = wg.next[warp]
         wg.next[warp] += 1

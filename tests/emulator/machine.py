@@ -73,6 +73,7 @@ class Cta:
         self.mbarriers = {}
         self.wgmma = {}
         self.bulk = {}  # thread -> its bulk groups
+        self.cp_async = {}  # warp -> its cp.async groups
         self.in_flight = 0  # copies into this CTA's shared memory
         self.exited = self.exited_warps = 0
         threads = int(np.prod(machine.launch.block))

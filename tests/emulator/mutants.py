@@ -96,6 +96,7 @@ FAULTS = {
     "wgmma wait removed": _delete("wgmma.wait_group"),
     "wgmma wait one group late": _edit(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", _plus(1)),
     "wgmma commit removed": _delete("wgmma.commit_group"),
+    "wgmma fence removed": _delete("wgmma.fence"),
     "wait::ld removed": _delete("tcgen05.wait::ld"),
     "wait::st removed": _delete("tcgen05.wait::st"),
     "proxy fence removed": _delete("fence.proxy.async"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import isa_async, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_warp, isa_wgmma, tensor
+from . import isa_async, isa_cpasync, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_warp, isa_wgmma, tensor
 from .barriers import WARP
 from .counters import Counters
 from .engine import Engine
@@ -200,6 +200,9 @@ class Machine:
         if cta.tmem.allocations:
             held = ", ".join(f"{n} columns at {c}" for c, n in cta.tmem.allocations.items())
             report("tmem_leak", f"tensor memory not deallocated at exit: {held}")
+        for warp, c in cta.cp_async.items():
+            if c.open[0] or any(g[0] for g in c.committed):
+                report("unfinished", f"cp.async of warp {warp} in flight at exit")
         for wg in cta.wgmma.values():
             if any(n != len(wg.operations) for n in wg.next):
                 report("wgmma_divergent", f"warps of a warpgroup issued {wg.next} wgmma")

@@ -13,7 +13,9 @@ from . import machine as m
 @dataclass
 class Policy:
     """Probabilities of one seed. `haste`: complete an asynchronous operation rather than run a warp.
-    `handoff`: whoever completes a barrier's phase is interrupted, and one that waited for it runs at once."""
+    `handoff`: whoever completes a barrier's phase is interrupted, and one that waited for it runs at once. `scatter`:
+    clusters start in any order, which hardware does not promise either.
+    """
 
     haste: float = 1.0
     read_early: float = 1.0
@@ -23,6 +25,7 @@ class Policy:
     tmem_early: float = 1.0
     shuffle: bool = False
     handoff: float = 0.0
+    scatter: bool = False
 
 
 def policy_of(seed, rng):
@@ -39,6 +42,7 @@ def policy_of(seed, rng):
         tmem_early=rng.choice((0.0, 0.5)),
         shuffle=True,
         handoff=rng.choice((0.0, 0.5, 0.9)),
+        scatter=rng.random() < 0.5,
     )
 
 
@@ -68,6 +72,8 @@ class Scheduler:
         machine, rng = self.machine, self.machine.rng
         policy, engine = machine.policy, machine.engine
         waiting = machine.cluster_indices()
+        if policy.scatter:
+            rng.shuffle(waiting)
         live = 0
         quiet, last = 0, -1
         while True:
