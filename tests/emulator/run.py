@@ -20,6 +20,7 @@ from .schedule import Scheduler, policy_of
 
 ISA = (
     isa_async,
+    isa_cpasync,
     isa_memory,
     isa_sync,
     isa_tcgen05,
