@@ -2,6 +2,8 @@
 
 from jax_fa4.api import attention, attention_varlen, implementation_used, is_supported
 from jax_fa4.config import config
+from jax_fa4.ffi.call import disabled_checks as export_disabled_checks
+from jax_fa4.precompile import precompile
 from jax_fa4.spec import Unsupported
 from jax_fa4.version import __version__
 
@@ -11,6 +13,8 @@ __all__ = [
     "attention",
     "attention_varlen",
     "config",
+    "export_disabled_checks",
     "implementation_used",
     "is_supported",
+    "precompile",
 ]

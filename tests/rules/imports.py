@@ -126,13 +126,33 @@ TABLE = (
     ),
     Layer(
         r"jax_fa4",
-        (*MEANING, r"jax_fa4\.(api|config|context_parallel|primitives|sharding)", r"jax_fa4\.ffi\.bundle"),
+        (
+            *MEANING,
+            r"jax_fa4\.(api|config|context_parallel|precompile|primitives|sharding)",
+            r"jax_fa4\.ffi\.(bundle|call)",
+        ),
         lazily=(r"jax_fa4\.ffi\.\w+",),
         never=("flax", *DSL),
     ),
+    Layer(r"jax_fa4\.traced", (*MEANING, r"jax_fa4\.primitives", "jax"), never=DSL),
     Layer(
-        r"jax_fa4\.(__main__|cli|doctor|benchmark)",
-        (r"jax_fa4(\.(api|cli|doctor|benchmark|config|spec|mask|version|kernels|reference))?", "jax", "numpy"),
+        r"jax_fa4\.precompile",
+        (*MEANING, r"jax_fa4\.(config|kernels|traced)", r"jax_fa4\.ffi(\.(bundle|store))?"),
+        lazily=(r"jax_fa4\.ffi\.compile",),
+        never=DSL,
+    ),
+    Layer(
+        r"jax_fa4\.(__main__|cli)",
+        (*MEANING, r"jax_fa4\.(benchmark|cli|doctor|kernels|precompile)", r"jax_fa4\.ffi\.(bundle|compile|store)"),
+        never=("flax", *DSL),
+    ),
+    Layer(
+        r"jax_fa4\.(doctor|benchmark|report)",
+        (
+            r"jax_fa4(\.(api|doctor|benchmark|report|config|spec|mask|version|kernels|primitives|reference))?",
+            "jax",
+            "numpy",
+        ),
         lazily=(r"jax_fa4\.(ffi|kernels)(\..*)?", *DSL, "flax", "matplotlib", "tokamax", "tqdm"),
         never=("flax", *DSL),
     ),
