@@ -77,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     """0, or 1 when --check finds a difference."""
     o = arguments(argv)
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    size = textflax.Size()
+    settings = {} if o.checkpoint is None else json.loads((o.checkpoint / "settings.json").read_text())
+    size = textflax.Size(length=settings.get("places", textflax.Size.length))
     text = textflax.model(o.api, size, dtype)
     weights = text.init(jax.random.key(o.seed))
     prompt = textdata.encode(o.prompt)
@@ -89,7 +90,6 @@ def main(argv: list[str] | None = None) -> int:
     if o.checkpoint is None:
         print("no --checkpoint: these weights know nothing yet", file=sys.stderr)
     else:
-        settings = json.loads((o.checkpoint / "settings.json").read_text())
         if settings["api"] != o.api:
             print(f"{o.checkpoint} was trained with --api {settings['api']}, not {o.api}", file=sys.stderr)
             return 2

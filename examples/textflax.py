@@ -117,7 +117,7 @@ def linen(size: Size, dtype: Any) -> Text:
         return new["cache"], logits
 
     return Text(
-        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
+        init=jax.jit(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]),
         apply=lambda weights, tokens: model.apply({"params": weights}, tokens),
         cache=cache,
         step=step,
@@ -198,7 +198,7 @@ def nnx_text(size: Size, dtype: Any) -> Text:
         return nnx.to_pure_dict(nnx.state(model, nnx.Cache)), logits
 
     return Text(
-        init=lambda key: nnx.to_pure_dict(nnx.state(NnxModel(size, dtype, nnx.Rngs(key)), nnx.Param)),
+        init=jax.jit(lambda key: nnx.to_pure_dict(nnx.state(NnxModel(size, dtype, nnx.Rngs(key)), nnx.Param))),
         apply=lambda weights, tokens: nnx.merge(graph, filled(shapes, weights))(tokens),
         cache=cache,
         step=step,

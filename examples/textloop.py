@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,16 @@ class History:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else float("nan")
+
+
+class Keeper(Protocol):
+    """Where a run's checkpoints go; see textsave."""
+
+    every: int
+
+    def restore(self, weights: Any, state: Any) -> tuple[Any, Any, list[float]]: ...
+
+    def save(self, weights: Any, state: Any, losses: list[float]) -> None: ...
 
 
 def loss_of(apply: Apply, weights: Any, window: jax.Array) -> jax.Array:
@@ -53,21 +63,39 @@ def make_step(apply: Apply, optimise: optax.GradientTransformation) -> Callable[
     return step
 
 
-def fit(apply: Apply, weights: Any, data: Iterator[np.ndarray], steps: int) -> tuple[Any, History]:
-    """`steps` steps over `data`, progress bar on stderr. A loss that is not finite raises FloatingPointError."""
+def fit(
+    apply: Apply,
+    weights: Any,
+    data: Iterator[np.ndarray],
+    steps: int,
+    keeper: Keeper | None = None,
+    stop: int | None = None,
+) -> tuple[Any, History]:
+    """`steps` steps over `data`, progress bar on stderr. A loss that is not finite raises FloatingPointError.
+
+    With a keeper the run goes on after its newest checkpoint, and leaves one every `keeper.every` steps and at the end.
+    `stop` ends it after that many steps, counted from its first start, as an interruption would.
+    """
     optimise = optimiser(steps)
     step, state, history = make_step(apply, optimise), optimise.init(weights), History()
-    with tqdm(total=steps, desc="training", unit="step") as bar:
-        for i in range(steps):
+    if keeper is not None:
+        weights, state, history.losses = keeper.restore(weights, state)
+    done, last = len(history.losses), steps if stop is None else min(stop, steps)
+    for _ in range(done):
+        next(data)
+    with tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
+        for i in range(done, last):
             window = next(data)
             began = time.perf_counter()
             weights, state, loss = step(weights, state, jnp.asarray(window))
             history.losses.append(float(loss))  # waits for the device
-            if i > 0:
+            if i > done:
                 history.seconds += time.perf_counter() - began
                 history.tokens += window[:, 1:].size
             if not np.isfinite(history.losses[-1]):
                 raise FloatingPointError(f"the loss of step {i} is {history.losses[-1]}")
+            if keeper is not None and ((i + 1) % keeper.every == 0 or i + 1 == steps):
+                keeper.save(weights, state, history.losses)
             bar.update()
             bar.set_postfix_str(
                 f"loss {history.losses[-1]:.3f}, {history.tokens_per_second:,.0f} tokens/s", refresh=False

@@ -30,6 +30,8 @@ CASES = {
     "window of an int": (lambda: fa.window(1), abs(I - J) <= 1),
     "window to the left": (lambda: fa.window((2, None)), J >= I - 2),
     "causal window": (lambda: fa.causal() & fa.window((2, 3)), (J >= I - 2) & (J <= I)),
+    "two windows": (lambda: fa.window((1, 4)) & fa.window((3, 1)), (J >= I - 1) & (J <= I + 1)),
+    "two windows, turned": (lambda: fa.window((3, 1)) & fa.window((1, 4)), (J >= I - 1) & (J <= I + 1)),
     "lengths": (lambda: fa.lengths(LENGTHS), (J < LENGTHS[:, None, None])[:, None]),
     "one length for all": (lambda: fa.lengths(3), J < 3),
     "lengths of both": (
