@@ -185,8 +185,8 @@ def _no_derivative(what: str) -> Callable[..., Any]:
     return rule
 
 
-ad.primitive_jvps[fwd_p] = _no_derivative("forward-mode differentiation (jvp, jacfwd)")
-ad.primitive_jvps[bwd_p] = _no_derivative("a second derivative (grad of grad, hessian)")
+ad.primitive_jvps[fwd_p] = _no_derivative("forward mode (jvp, jacfwd) or a second derivative (hessian, grad of grad)")
+ad.primitive_jvps[bwd_p] = _no_derivative("a second derivative (hessian, grad of grad)")
 
 
 # ---- batching: one more leading axis -------------------------------------------------------------------------------

@@ -76,6 +76,14 @@ def calls(f: Any, *args: Any) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    """Most of the time of this file is LLVM's; what is tested here does not depend on it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 # ---- vmap ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +138,7 @@ def test_row59_bias_gradient_with_bias_mapped_and_mask_not(axes):
         return out, pull(dout)
 
     q = draw(5, B, T, N, D)
-    for shape in ((1, N, T, S), (B, N, T, S), (B, 1, 1, S), (1, 1, T, S)):
+    for shape in ((1, N, T, S), (B, 1, 1, S)):
         mask = jax.random.bernoulli(jax.random.key(6), 0.7, (B, 1, T, S))
         plain = (q, draw(7, *shape), mask)
         args = [x if a is None else jnp.stack([x, jnp.flip(x, 0)]) for x, a in zip(plain, axes, strict=True)]
@@ -341,7 +349,8 @@ def test_scan_over_layers_with_remat_equals_unrolled():
             y, _ = layer(y, w)
         return jnp.sum(y**2)
 
-    close(jax.jit(jax.grad(scanned))(weights), jax.grad(unrolled)(weights), rtol=1e-4, atol=1e-4)
+    wanted = jax.grad(unrolled)(weights)
+    close(jax.jit(jax.grad(scanned))(weights), wanted, rtol=1e-4, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
 def test_eager_calls_trace_once(monkeypatch):
