@@ -45,71 +45,7 @@ def test_two_allocations_of_a_pair_must_agree():
     assert "tmem_alloc" in kinds(play(text, params, memory, block=128, shared=65536 + 64, cluster=2))
 
 
-FROM_TMEM = """
-  ld.param.b64 %d1, [p1];
-  ld.param.b64 %d0, [p2];
-  mov.b64 %d20, p0;
-  add.s32 %r10, %r0, 32768;
-  shr.u32 %r2, %r1, 5;
-  setp.ne.b32 %p15, %r1, 0;
-  setp.ne.b32 %p14, %r2, 0;
-  @%p15 bra COPIED;
-  mbarrier.init.shared.b64 [%r10], 1;
-  mbarrier.init.shared.b64 [%r10+8], 1;
-  fence.mbarrier_init.release.cluster;
-  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 8192;
-  cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r0], [%d20, {0, 0}], [%r10];
-COPIED:
-  @%p14 bra ALLOCATED;
-  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10+16], 128;
-ALLOCATED:
-  bar.sync 0;
-  ld.shared.b32 %r12, [%r10+16];
-  shl.b32 %r18, %r2, 21;
-  add.s32 %r18, %r18, %r12;
-  mul.wide.u32 %d2, %r1, 32;
-  add.s64 %d3, %d0, %d2;
-  ld.global.v4.b32 {%r60, %r61, %r62, %r63}, [%d3];
-  ld.global.v4.b32 {%r64, %r65, %r66, %r67}, [%d3+16];
-  tcgen05.st.sync.aligned.32x32b.x8.b32 [%r18+64], {%r60, %r61, %r62, %r63, %r64, %r65, %r66, %r67};
-  tcgen05.wait::st.sync.aligned;
-  tcgen05.fence::before_thread_sync;
-  bar.sync 0;
-  @%p15 bra ISSUED;
-FILL:
-  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
-  @!%p1 bra FILL;
-  tcgen05.fence::after_thread_sync;
-  shr.u32 %r13, %r0, 4;
-  and.b32 %r14, %r13, 16383;
-  mov.b32 %r28, 1073758272;
-  mov.b64 %d10, {%r14, %r28};
-  mov.pred %p2, 0;
-  add.s32 %r19, %r12, 64;
-  tcgen05.mma.cta_group::1.kind::f16 [%r12], [%r19], %d10, IDESC, %p2;
-  tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r10+8];
-ISSUED:
-DONE:
-  mbarrier.try_wait.parity.shared.b64 %p1, [%r10+8], 0;
-  @!%p1 bra DONE;
-  tcgen05.fence::after_thread_sync;
-  mul.wide.u32 %d2, %r1, 256;
-  add.s64 %d3, %d1, %d2;
-  mov.b32 %r17, 0;
-READ:
-  tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r40, %r41, %r42, %r43}, [%r18];
-  tcgen05.wait::ld.sync.aligned;
-  st.global.v4.b32 [%d3], {%r40, %r41, %r42, %r43};
-  add.s64 %d3, %d3, 16;
-  add.s32 %r18, %r18, 4;
-  add.s32 %r17, %r17, 4;
-  setp.lt.u32 %p3, %r17, 64;
-  @%p3 bra READ;
-  bar.sync 0;
-  @%p14 bra FREED;
-  tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 128;
-FREED:
-"""
+FROM_TMEM = body("mma_ts")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -124,30 +60,7 @@ def test_operand_a_from_tensor_memory(seed):
     assert not np.array_equal(play(swapped, maps, memory, block=128, shared=32768 + 64).outputs["out"], a @ b[:, :16].T)
 
 
-OUT = """
-  mov.b64 %d20, p0;
-  setp.ne.b32 %p15, %r1, 0;
-  mul.lo.s32 %r3, %r1, 128;
-  add.s32 %r3, %r3, %r0;
-  mov.b32 %r5, 0;
-  mov.b32 %r6, %r3;
-FILL:
-  shl.b32 %r7, %r1, 8;
-  add.s32 %r7, %r7, %r5;
-  FORM
-  st.shared.b32 [%r6], %r7;
-  add.s32 %r6, %r6, 4;
-  add.s32 %r5, %r5, 1;
-  setp.lt.u32 %p1, %r5, 32;
-  @%p1 bra FILL;
-  fence.proxy.async.shared::cta;
-  bar.sync 0;
-  @%p15 bra DONE;
-  COPY [%d20, {8, 90}], [%r0];
-  cp.async.bulk.commit_group;
-  cp.async.bulk.wait_group.read 0;
-DONE:
-"""
+OUT = body("copy_out")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -186,39 +99,7 @@ def test_linear_reduction_adds_in_any_order():
     assert np.array_equal(got, 2 * np.arange(32, dtype=np.float32))
 
 
-MULTICAST = """
-  ld.param.b64 %d1, [p1];
-  mov.b64 %d20, p0;
-  mov.u32 %r3, %cluster_ctarank;
-  add.s32 %r10, %r0, 4096;
-  setp.ne.b32 %p15, %r1, 0;
-  @%p15 bra READY;
-  mbarrier.init.shared.b64 [%r10], 1;
-  fence.mbarrier_init.release.cluster;
-  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 2048;
-READY:
-  barrier.cluster.arrive.aligned;
-  barrier.cluster.wait.aligned;
-  or.b32 %r4, %r1, %r3;
-  setp.ne.b32 %p14, %r4, 0;
-  @%p14 bra WAIT;
-  mov.b16 %h1, 3;
-  COPY [%r0], [%d20, {0, 0}], [%r10], %h1;
-WAIT:
-SPIN:
-  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
-  @!%p1 bra SPIN;
-  shl.b32 %r5, %r1, 2;
-  add.s32 %r6, %r0, %r5;
-  ld.shared.b32 %r7, [%r6+1024];
-  shl.b32 %r8, %r3, 7;
-  add.s32 %r8, %r8, %r5;
-  cvt.u64.u32 %d2, %r8;
-  add.s64 %d3, %d1, %d2;
-  st.global.b32 [%d3], %r7;
-  barrier.cluster.arrive.aligned;
-  barrier.cluster.wait.aligned;
-"""
+MULTICAST = body("multicast")
 
 FORM = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
 MULTICAST = MULTICAST.replace("COPY", FORM)
@@ -238,41 +119,7 @@ def test_multicast_fills_both_ctas(seed):
     assert play(alone, params, {"x": x, "out": Uninitialised((2, 32), np.uint32)}, cluster=2, seed=seed).deadlock
 
 
-PUSH = """
-  ld.param.b64 %d1, [p0];
-  mov.u32 %r3, %cluster_ctarank;
-  add.s32 %r10, %r0, 4096;
-  setp.ne.b32 %p15, %r1, 0;
-  shl.b32 %r5, %r1, 2;
-  add.s32 %r6, %r0, %r5;
-  @%p15 bra READY;
-  mbarrier.init.shared.b64 [%r10], 1;
-  fence.mbarrier_init.release.cluster;
-  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 128;
-READY:
-  shl.b32 %r7, %r3, 8;
-  add.s32 %r7, %r7, %r1;
-  st.shared.b32 [%r6], %r7;
-  fence.proxy.async.shared::cta;
-  barrier.cluster.arrive.aligned;
-  barrier.cluster.wait.aligned;
-  xor.b32 %r8, %r3, 1;
-  mapa.shared::cluster.u32 %r11, %r0, %r8;
-  mapa.shared::cluster.u32 %r12, %r10, %r8;
-  @%p15 bra SPIN;
-  cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r11+1024], [%r0], 128, [%r12];
-SPIN:
-  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
-  @!%p1 bra SPIN;
-  ld.shared.b32 %r9, [%r6+1024];
-  shl.b32 %r13, %r3, 7;
-  add.s32 %r13, %r13, %r5;
-  cvt.u64.u32 %d2, %r13;
-  add.s64 %d3, %d1, %d2;
-  st.global.b32 [%d3], %r9;
-  barrier.cluster.arrive.aligned;
-  barrier.cluster.wait.aligned;
-"""
+PUSH = body("push")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -282,25 +129,7 @@ def test_ctas_exchange_shared_memory_in_bulk(seed):
     assert np.array_equal(got, np.stack([256 + np.arange(32), np.arange(32)]))
 
 
-MATRIX = """
-  ld.param.b64 %d1, [p0];
-  and.b32 %r3, %r1, 31;
-  shl.b32 %r4, %r3, 4;
-  add.s32 %r4, %r4, %r0;
-  shl.b32 %r5, %r3, 1;
-  shl.b32 %r6, %r3, 17;
-  add.s32 %r7, %r5, %r6;
-  add.s32 %r7, %r7, 65536;
-  add.s32 %r8, %r7, 4194368;
-  add.s32 %r9, %r8, 4194368;
-  add.s32 %r10, %r9, 4194368;
-  stmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 [%r4], {%r7, %r8, %r9, %r10};
-  bar.sync 0;
-  ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r4];
-  mul.wide.u32 %d2, %r3, 16;
-  add.s64 %d3, %d1, %d2;
-  st.global.v4.b32 [%d3], {%r20, %r21, %r22, %r23};
-"""
+MATRIX = body("matrix")
 
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
@@ -324,26 +153,7 @@ def test_reductions_of_vectors_and_bfloat16():
     assert bf16_to_f32(f32_to_bf16(np.float32([1.5])))[0] == 1.5
 
 
-CP_ASYNC = """
-  ld.param.b64 %d0, [p0];
-  ld.param.b64 %d1, [p1];
-  mul.wide.u32 %d2, %r1, 16;
-  add.s64 %d3, %d0, %d2;
-  add.s64 %d4, %d1, %d2;
-  shl.b32 %r3, %r1, 4;
-  add.s32 %r3, %r3, %r0;
-  setp.ne.b32 %p15, %r1, 0;
-  @%p15 bra READY;
-  mbarrier.init.shared.b64 [%r0+1024], 32;
-READY:
-  bar.sync 0;
-  and.b32 %r4, %r1, 3;
-  shl.b32 %r4, %r4, 2;
-  cp.async.cg.shared.global [%r3], [%d3], 16, %r4;
-  DONE
-  ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r3];
-  st.global.v4.b32 [%d4], {%r20, %r21, %r22, %r23};
-"""
+CP_ASYNC = body("cp_async")
 BY_GROUP = "cp.async.commit_group;\n  cp.async.wait_group 0;"
 BY_BARRIER = """cp.async.mbarrier.arrive.noinc.shared.b64 [%r0+1024];
 SPIN:

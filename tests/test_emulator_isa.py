@@ -232,52 +232,7 @@ def test_a_cluster_passes_arrivals_and_data():
         assert play(body("remote"), (Pointer("out"),), memory, cluster=2, seed=seed).check().outputs["out"][0] == 42
 
 
-RING = """
-  ld.param.b64 %d0, [p0];
-  setp.ne.b32 %p15, %r1, 0;
-  add.s32 %r10, %r0, 512;
-  @%p15 bra READY;
-  mbarrier.init.shared.b64 [%r10], 32;
-  mbarrier.init.shared.b64 [%r10+8], 32;
-READY:
-  bar.sync 0;
-  mov.b32 %r11, 0;
-  and.b32 %r12, %r1, 31;
-  shl.b32 %r13, %r12, 2;
-  add.s32 %r13, %r13, %r0;
-  setp.gt.u32 %p1, %r1, 31;
-  @%p1 bra TAKE;
-GIVE:
-  and.b32 %r14, %r11, 1;
-  xor.b32 %r15, %r14, 1;
-EMPTY:
-  mbarrier.try_wait.parity.shared.b64 %p2, [%r10+8], %r15;
-  @!%p2 bra EMPTY;
-  add.s32 %r16, %r11, %r12;
-  st.shared.b32 [%r13], %r16;
-  mbarrier.arrive.shared.b64 _, [%r10];
-  add.s32 %r11, %r11, 1;
-  setp.lt.u32 %p3, %r11, 5;
-  @%p3 bra GIVE;
-  bra END;
-TAKE:
-  mov.b32 %r20, 0;
-NEXT:
-  and.b32 %r14, %r11, 1;
-FULL:
-  mbarrier.try_wait.parity.shared.b64 %p2, [%r10], %r14;
-  @!%p2 bra FULL;
-  ld.shared.b32 %r16, [%r13];
-  add.s32 %r20, %r20, %r16;
-  mbarrier.arrive.shared.b64 _, [%r10+8];
-  add.s32 %r11, %r11, 1;
-  setp.lt.u32 %p3, %r11, 5;
-  @%p3 bra NEXT;
-  mul.wide.u32 %d2, %r12, 4;
-  add.s64 %d3, %d0, %d2;
-  st.global.b32 [%d3], %r20;
-END:
-"""
+RING = body("ring")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -158,29 +158,7 @@ def test_exact_mode_runs_a_kernel():
 
 
 # ---- tensor copies
-DUMP = """
-  ld.param.b64 %d1, [p1];
-  ld.param.b32 %r20, [p2];
-  ld.param.b32 %r21, [p3];
-  ld.param.b32 %r22, [p4];
-  mov.b64 %d20, p0;
-  setp.ne.b32 %p15, %r1, 0;
-  add.s32 %r10, %r0, 8192;
-  @%p15 bra WAIT;
-  mbarrier.init.shared.b64 [%r10], 1;
-  mbarrier.arrive.expect_tx.shared.b64 _, [%r10], %r22;
-  cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r0], [%d20, {%r20, %r21}], [%r10];
-WAIT:
-  bar.sync 0;
-SPIN:
-  mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0;
-  @!%p1 bra SPIN;
-  @%p15 bra DONE;
-  cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r0], %r22;
-  cp.async.bulk.commit_group;
-  cp.async.bulk.wait_group.read 0;
-DONE:
-"""
+DUMP = body("dump")
 
 
 def xor_by_table(offset, swizzle):

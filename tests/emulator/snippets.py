@@ -33,8 +33,9 @@ HEAD = """.version 8.8
 
 
 def body(name):
-    """Text of tests/emulator/ptx/<name>.ptx."""
-    return (Path(__file__).parent / "ptx" / f"{name}.ptx").read_text()
+    """Text of tests/emulator/ptx/<name>.ptx, without the comment at its head."""
+    lines = (Path(__file__).parent / "ptx" / f"{name}.ptx").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("//"))
 
 
 def module(body, params, block=32, target="sm_100a"):
