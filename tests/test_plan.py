@@ -191,7 +191,7 @@ def test_backward_preprocess_plan():
         ({"dtype": "float64"}, "sm_90a", ["float64", "bfloat16", "xla"]),
         ({"bias": True}, "sm_90a", ["bias", "xla"]),
         ({"mask": True}, "sm_90a", ["mask", "segment ids", "xla"]),
-        ({"direction": "bwd"}, "sm_90a", ["backward", "sm_90a", "xla"]),
+        ({"direction": "bwd"}, "sm_100a", ["backward", "sm_100a", "xla"]),
         ({}, "sm_100a", ["forward", "sm_100a", "sm_90a"]),
         ({}, "sm_103a", ["forward", "sm_103a"]),
         ({}, "sm_80", ["sm_80", "sm_90a", "xla"]),

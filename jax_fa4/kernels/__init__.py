@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa4.kernels.common.parts import Plan
+from jax_fa4.kernels.sm90.bwd import plan as sm90_bwd
 from jax_fa4.kernels.sm90.fwd import plan as sm90_fwd
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
@@ -13,6 +14,7 @@ ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")  # Hopper, Blackwell
 # (arch, direction) -> plan of a problem, or Unsupported where a depth or a combination is in the way.
 _CHOOSE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
     ("sm_90a", "fwd"): sm90_fwd.choose,
+    ("sm_90a", "bwd"): sm90_bwd.choose,
 }
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 

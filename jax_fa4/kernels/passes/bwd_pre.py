@@ -49,6 +49,8 @@ def bwd_pre(
     ints: cute.Pointer,
     stats: cute.Pointer,
     work,
+    turns,
+    tickets,
     queries: Int32,
     heads: Int32,
     tiles: Int32,
@@ -64,6 +66,11 @@ def bwd_pre(
     place = line * tiles + tile
     if const_expr(plan.work_depth > 0):
         clear(work + place * (plan.rows * plan.work_depth), thread, plan)
+    if const_expr(plan.turns):
+        if thread == 0:
+            turns[place] = Int32(0)
+        if (thread == 0) & (place == 0):
+            tickets[0] = Int32(0)
     q_len = cutlass.min(ints[VALUES.example(batch) + VALUES.q_len], queries)
     to = stats + place * (2 * plan.rows)
     lane, first = thread % plan.lanes, thread // plan.lanes
@@ -85,7 +92,8 @@ def start(stream, plan, data, e, dependent=False):
     """Starts the kernel as one of a call's. data: pointers by buffer name; e: extents by symbol."""
     kernel = bind(plan, e, dependent)
     pointers = [data[name] for name in ("out", "dout", "lse", "dlse", "ints", "stats")]
-    bwd_pre(*pointers, data.get("work"), *[e[symbol] for symbol in kernel.extents], plan).launch(
+    more = [data.get(name) for name in ("work", "turns", "tickets")]
+    bwd_pre(*pointers, *more, *[e[symbol] for symbol in kernel.extents], plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=dependent
     )
 

@@ -23,6 +23,7 @@ class BwdPre:
     value_depth: int
     rows: int  # queries of one tile of the main kernel
     work_depth: int  # float32 numbers of dQ workspace a query, whatever their order; 0 = no workspace
+    turns: bool = False  # also zeroes a turn for each query tile and one ticket counter, for an ordered dQ
     spill_allowance: int = 0
 
     launcher = "jax_fa4.kernels.passes.bwd_pre"
@@ -63,7 +64,10 @@ class BwdPre:
         tile = ("B", "N", "M")
         stats = Buffer("stats", "float32", (*tile, 2 * self.rows), "scratch")
         work = Buffer("work", "float32", (*tile, self.rows * self.work_depth), "scratch")
-        return (stats, work) if self.work_depth else (stats,)
+        made = (stats, work) if self.work_depth else (stats,)
+        if self.turns:
+            made += (Buffer("turns", "int32", tile, "scratch"), Buffer("tickets", "int32", (1,), "scratch"))
+        return made
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T and N."""

@@ -1,0 +1,42 @@
+"""What every role of the Hopper backward may read. Nothing in it changes after the prologue."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """State that moves is not here: it is returned and rebound."""
+
+    plan: Any
+    warp: Any  # uniform warp index
+    thread: Any  # 0.. within the CTA
+    tile: Any  # of keys
+    kv_head: Any
+    batch: Any
+    heads: Any  # N
+    group: Any  # query heads of this key head
+    first: Any  # query tiles [first, last)
+    last: Any
+    tiles: Any  # M, the query tiles of a head
+    queries: Any  # T
+    keys: Any  # S
+    band: Any  # mask.Band of this example
+    scale: Any
+    cap: Any  # (scale / cap, cap), or None
+    segments: Any  # (pointer to this example's query ids, to its key ids), or None
+    k: Any  # (atom, coordinate tensor, shared tensor)
+    v: Any
+    q: Any
+    dout: Any
+    dk: Any  # dK and dV are stored from K's and V's places
+    dv: Any
+    ds: Any  # shared tensor (keys, rows, buffers): dS^T
+    p: Any  # likewise P^T where warpgroups share the keys, or None
+    part: Any  # shared pointer: float32 dQ tiles in the order of the math threads' registers
+    held: Any  # shared pointer: statistics by stage
+    stats: Any  # pointers to scratch
+    work: Any
+    turns: Any  # or None
+    full: Any  # dict: ring name -> pointer to its barriers
+    empty: Any

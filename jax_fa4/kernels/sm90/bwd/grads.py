@@ -1,0 +1,239 @@
+"""The math role: dK and dV stay in registers, dQ leaves tile by tile."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.sm90 import wgmma
+from jax_fa4.kernels.sm90.bwd import products
+from jax_fa4.kernels.sm90.bwd.scores import differ, mask, statistics, weigh
+from jax_fa4.kernels.sm90.bwd.segments import key_ids
+from jax_fa4.kernels.sm90.bwd.store import clear_rows, meet, store_keys
+from jax_fa4.kernels.sm90.rows import LOG2_E, first_row
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What the math role holds: its accumulators, their 16-bit copies, its views of shared memory."""
+
+    thread: Any  # 0.. within the math role
+    key: Any  # the thread's first
+    key_offset: Any  # of the warpgroup's keys within the tile
+    row_offset: Any  # of its queries within a step
+    scale: Any  # what a score (capped, where there is a cap) is multiplied with in the exponent
+    own: Any  # segments.key_ids, or None
+    scores: Any  # S^T, then P^T
+    slopes: Any  # dP^T, then dS^T
+    dk: Any
+    dv: Any
+    part: Any  # this query tile's dQ
+    dk_mma: Any
+    dv_mma: Any
+    p: Any  # (operand A, the same registers in an accumulator's order)
+    s: Any
+    put: Any  # tiled copy of P^T and dS^T into shared memory
+    k: Any  # fragments: operands of S and dP
+    v: Any
+    q: Any
+    dout: Any
+    q_t: Any  # operands B of dK and dV
+    dout_t: Any
+    ds_t: Any  # operands of dQ
+    k_t: Any
+    p_a: Any  # operands A of dV and dK where they are in shared memory, or None
+    ds_a: Any
+
+
+def hands(ctx, thread):
+    """Everything of the role that does not move."""
+    plan = ctx.plan
+    dtype = DTYPES[plan.dtype]
+    first, second, third = products.scores_mma(plan), products.keys_mma(plan, plan.inner), products.queries_mma(plan)
+    value = products.keys_mma(plan, plan.inner_value)
+    one, two, three, four = (mma.get_slice(thread) for mma in (first, second, third, value))
+    group = thread // 128
+    row, key_offset, row_offset = first_row(thread % 128), 64 * group, cutlass.Int32(0)
+    if plan.split_depth:
+        key_offset, row_offset = cutlass.Int32(0), plan.columns * group
+    key = ctx.tile * plan.keys + key_offset + row
+    shapes = (
+        one.partition_shape_C((plan.keys, plan.rows)),
+        one.partition_shape_C((plan.keys, plan.rows)),
+        two.partition_shape_C((plan.keys, plan.inner)),
+        four.partition_shape_C((plan.keys, plan.inner_value)),
+        three.partition_shape_C((plan.rows, plan.inner)),
+    )
+    scores, slopes, dk, dv, part = (cute.make_rmem_tensor(shape, Float32) for shape in shapes)
+    turned = wgmma.turned
+    matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    shared = plan.split_depth
+    return Hands(
+        thread=thread,
+        key=key,
+        key_offset=key_offset,
+        row_offset=row_offset,
+        scale=LOG2_E if plan.soft_cap else ctx.scale * LOG2_E,
+        own=key_ids(ctx, key) if plan.segments else None,
+        scores=scores,
+        slopes=slopes,
+        dk=dk,
+        dv=dv,
+        part=part,
+        dk_mma=second,
+        dv_mma=value,
+        p=wgmma.as_operand(scores, dtype),
+        s=wgmma.as_operand(slopes, dtype),
+        put=cute.make_tiled_copy_C(matrix, first).get_slice(thread),
+        k=first.make_fragment_A(one.partition_A(ctx.k[2])),
+        v=first.make_fragment_A(one.partition_A(ctx.v[2])),
+        q=first.make_fragment_B(one.partition_B(ctx.q[2])),
+        dout=first.make_fragment_B(one.partition_B(ctx.dout[2])),
+        q_t=second.make_fragment_B(two.partition_B(turned(ctx.q[2]))),
+        dout_t=value.make_fragment_B(four.partition_B(turned(ctx.dout[2]))),
+        ds_t=third.make_fragment_A(three.partition_A(turned(ctx.ds))),
+        k_t=third.make_fragment_B(three.partition_B(turned(ctx.k[2]))),
+        p_a=value.make_fragment_A(four.partition_A(ctx.p)) if shared else None,
+        ds_a=second.make_fragment_A(two.partition_A(ctx.ds)) if shared else None,
+    )
+
+
+def stage(fragment, index):
+    return fragment[None, None, None, index]
+
+
+@cute.jit
+def start_scores(ctx, h, at):
+    wait(ctx.full["q"], at)
+    steps = products.steps(ctx.plan.depth)
+    wgmma.issue(products.scores_mma(ctx.plan), h.scores, stage(h.k, 0), stage(h.q, at.index), True, steps)
+
+
+@cute.jit
+def start_slopes(ctx, h, at):
+    wait(ctx.full["dout"], at)
+    steps = products.steps(ctx.plan.value_depth)
+    wgmma.issue(products.scores_mma(ctx.plan), h.slopes, stage(h.v, 0), stage(h.dout, at.index), True, steps)
+
+
+@cute.jit
+def start_values(ctx, h, at, buffer):
+    a = stage(h.p_a, buffer.index) if const_expr(ctx.plan.split_depth) else h.p[0]
+    wgmma.issue(products.keys_mma(ctx.plan, ctx.plan.inner_value), h.dv, a, stage(h.dout_t, at.index), False)
+
+
+@cute.jit
+def start_keys(ctx, h, at, buffer):
+    a = stage(h.ds_a, buffer.index) if const_expr(ctx.plan.split_depth) else h.s[0]
+    wgmma.issue(products.keys_mma(ctx.plan, ctx.plan.inner), h.dk, a, stage(h.q_t, at.index), False)
+
+
+@cute.jit
+def lay_down(ctx, h, half, to, buffer):
+    """P^T or dS^T from registers to shared memory (keys, rows)."""
+    matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), DTYPES[ctx.plan.dtype])
+    cute.copy(matrix, h.put.retile(half[1]), h.put.partition_D(to[None, None, buffer.index]))
+
+
+@cute.jit
+def hand_over(ctx, h, at):
+    """dQ registers to shared memory, for the reduce warp; 16 bytes a thread, conflict-free."""
+    plan = ctx.plan
+    chunks = cute.size(h.part) // 4
+    wait(ctx.empty["dq"], at)
+    thread = h.thread
+    place = at.index * plan.part_numbers + ((thread // 128 * chunks) * 128 + thread % 128) * 4
+    to = cute.make_tensor((ctx.part + place).align(16), cute.make_layout((4, chunks), stride=(1, 512)))
+    cute.autovec_copy(cute.make_tensor(h.part.iterator, cute.make_layout((4, chunks))), to)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    arrive(ctx.full["dq"], at)
+
+
+@cute.jit
+def clear_queries(ctx, h, m, q_at, dout_at):
+    """Rows past q_len of Q and dO, which may hold anything, become zeros. Rows past T were read as such already."""
+    plan = ctx.plan
+    rest = ctx.band.q_len - m * plan.rows
+    if (rest < plan.rows) & (ctx.band.q_len < ctx.queries):
+        wait(ctx.full["q"], q_at)
+        wait(ctx.full["dout"], dout_at)
+        clear_rows(ctx.q[2][None, None, q_at.index], rest, h.thread, plan)
+        clear_rows(ctx.dout[2][None, None, dout_at.index], rest, h.thread, plan)
+        meet(plan)
+
+
+@cute.jit
+def clear_keys(ctx, thread):
+    """Likewise the rows past kv_len of K and V: 0 * NaN would reach dQ."""
+    plan = ctx.plan
+    rest = ctx.band.kv_len - ctx.tile * plan.keys
+    if (rest < plan.keys) & (ctx.band.kv_len < ctx.keys):
+        clear_rows(ctx.k[2][None, None, 0], rest, thread, plan)
+        clear_rows(ctx.v[2][None, None, 0], rest, thread, plan)
+        meet(plan)
+
+
+@cute.jit
+def tile_step(ctx, h, m, places):
+    """Tensor cores, in order: S, dP | dV | dQ, dK. exp2 runs beside dP, handing dQ over beside dK.
+
+    Starting dV before dP is awaited looks like more overlap and is slower: 3-7 % on full masks, 1-3 % on causal ones
+    (H200, 2026-11-29, DSL 4.8.1). No wgmma is in flight across the loop's back edge: ptxas spills there.
+    """
+    plan = ctx.plan
+    q_at, dout_at, turn_at, buffer = places
+    clear_queries(ctx, h, m, q_at, dout_at)
+    start_scores(ctx, h, q_at)
+    start_slopes(ctx, h, dout_at)
+    if const_expr(not plan.segments):
+        lse, delta = statistics(ctx, h, q_at.index, 0), statistics(ctx, h, q_at.index, 1)
+    warpgroup.wait_group(1)  # S
+    mask(ctx, h, m)
+    if const_expr(plan.segments):  # late, since ids and comparisons leave no registers for them: up to 36 bytes spilled
+        lse = statistics(ctx, h, q_at.index, 0)
+    weigh(ctx, h, lse)
+    if const_expr(plan.segments):
+        delta = statistics(ctx, h, q_at.index, 1)
+    if const_expr(plan.split_depth):
+        lay_down(ctx, h, h.p, ctx.p, buffer)
+    warpgroup.wait_group(0)  # dP
+    differ(h, delta)
+    lay_down(ctx, h, h.s, ctx.ds, buffer)
+    if const_expr(not plan.split_depth):
+        start_values(ctx, h, dout_at, buffer)
+    meet(plan)  # two buffers, so this one barrier also frees the older
+    if const_expr(plan.split_depth):
+        start_values(ctx, h, dout_at, buffer)
+    wgmma.issue(products.queries_mma(plan), h.part, stage(h.ds_t, buffer.index), stage(h.k_t, 0), True)
+    start_keys(ctx, h, q_at, buffer)
+    warpgroup.wait_group(1)  # dV and dQ
+    arrive(ctx.empty["dout"], dout_at)
+    hand_over(ctx, h, turn_at)
+    warpgroup.wait_group(0)  # dK
+    arrive(ctx.empty["q"], q_at)
+
+
+@cute.jit
+def grads(ctx):
+    """dK and dV of the CTA's keys over all query tiles and heads that see them, and each tile's share of dQ."""
+    plan = ctx.plan
+    h = hands(ctx, ctx.thread - 128)
+    h.dk.fill(0.0)
+    h.dv.fill(0.0)
+    if ctx.last > ctx.first:
+        wait(ctx.full["k"], start(0))
+        wait(ctx.full["v"], start(0))
+        clear_keys(ctx, h.thread)
+    q_at, dout_at, turn_at, buffer = start(0), start(0), start(1), start(0)
+    for _ in cutlass.range(ctx.group, unroll=1):
+        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer))
+            q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+            turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
+    store_keys(ctx, h)

@@ -1,0 +1,237 @@
+"""What one Hopper backward object is: three kernels, complete before tracing, pure Python, no batch, no length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
+from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.tiles import up
+from jax_fa4.kernels.passes.plan import BwdPre
+from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.spec import Problem, Unsupported
+
+NATIVE_DEPTHS = (64, 128, 192, 256)
+DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
+ROWS = 64  # queries of a step: one wgmma's m in dQ
+DS_BUFFERS = 2  # so that one barrier a step is enough
+POST_THREADS = 256
+
+
+def native(depth: int) -> int:
+    """The depth in shared memory: the next native one. TMA reads the difference as zeros, and clips it when storing.
+
+    96 is none: its half, 48, is no multiple of a swizzle atom's width, and dQ is shared by halves of the depth.
+    """
+    return next(d for d in NATIVE_DEPTHS if d >= depth)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """dQ, dK and dV: a CTA holds `keys` keys of one key head, and takes `rows` queries a step, of each of its heads.
+
+    One load warp, one reduce warp, `groups` math warpgroups. Either each of these has 64 keys of its own, and P^T and
+    dS^T go from registers into dV and dK; or (`split_depth`) all have the same 64 keys, share the queries of the
+    scores and the depth of dV, dK, dQ, and P^T and dS^T go through shared memory. Registers of a math thread decide:
+    dK and dV take (D + Dv) / 2 of them in the first form, half of that in the second.
+    """
+
+    dtype: str
+    depth: int  # of queries and keys
+    value_depth: int
+    band: bool = False  # causal or windows; their sides are run-time values
+    segments: bool = False
+    soft_cap: bool = False
+    ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
+    split_depth: bool = False
+    query_stages: int = 2  # of Q and its statistics
+    dout_stages: int = 2
+    parts: int = 2  # float32 dQ tiles on their way out
+    groups: int = 2
+    registers: tuple[int, int] = (24, 240)  # load and reduce, math
+    arch: str = "sm_90a"
+    direction: str = "bwd"
+    spill_allowance: int = 0
+
+    launcher = "jax_fa4.kernels.sm90.bwd.kernel"
+    rows = ROWS
+
+    def __post_init__(self) -> None:
+        assert self.dtype in ("bfloat16", "float16"), self.dtype
+        assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
+        assert self.smem <= SMEM_LIMIT, (self, self.smem)
+        least, math = self.registers
+        assert 128 * (least + self.groups * math) <= REGISTER_FILE and least % 8 == math % 8 == 0, self.registers
+
+    @property
+    def keys(self) -> int:
+        return 64 if self.split_depth else 64 * self.groups
+
+    @property
+    def columns(self) -> int:
+        """Queries of a step whose scores one warpgroup has."""
+        return self.rows // self.groups if self.split_depth else self.rows
+
+    @property
+    def inner(self) -> int:
+        """Depth of Q and K in shared memory."""
+        return native(self.depth)
+
+    @property
+    def inner_value(self) -> int:
+        """Depth of V and dO in shared memory."""
+        return native(self.value_depth)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.groups)
+
+    def depth_of(self, name: str) -> int:
+        """Depth of an operand or gradient in shared memory."""
+        return self.inner_value if name in ("v", "dv", "dout") else self.inner
+
+    def swizzle_of(self, name: str) -> int:
+        """Bytes of the swizzle: 64 where a warpgroup reads a part of the depth that 64 columns do not divide."""
+        shared = self.split_depth or name in ("k", "dk")
+        return 128 if self.depth_of(name) // (self.groups if shared else 1) % 64 == 0 else 64
+
+    @property
+    def pre(self) -> BwdPre:
+        """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.rows, self.depth, turns=self.ordered)
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        query, key = ("B", "T", "N", self.depth), ("B", "S", "K", self.depth)
+        value, line = ("B", "T", "N", self.value_depth), ("B", "N", "T")
+        base = (
+            Buffer("q", self.dtype, query),
+            Buffer("k", self.dtype, key),
+            Buffer("v", self.dtype, (*key[:3], self.value_depth)),
+            Buffer("out", self.dtype, value),
+            Buffer("dout", self.dtype, value),
+            Buffer("lse", "float32", line),
+            Buffer("dlse", "float32", line),
+            INTS,
+            FLOATS_BUFFER,
+        )
+        ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
+        return base + ids * self.segments
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        made = (
+            Buffer("dq", self.dtype, ("B", "T", "N", self.depth), "out"),
+            Buffer("dk", self.dtype, ("B", "S", "K", self.depth), "out"),
+            Buffer("dv", self.dtype, ("B", "S", "K", self.value_depth), "out"),
+        )
+        return made + self.pre.outputs
+
+    def extents(self, shapes: dict[str, int]) -> dict[str, int]:
+        """All symbols of one call, from B, T, S, N and K. M: query tiles."""
+        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.rows)}
+
+    @property
+    def part_numbers(self) -> int:
+        """float32 numbers of one dQ tile in shared memory."""
+        return self.rows * self.inner
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """K and V stay; Q comes with its statistics (LSE, delta); every math warp frees and fills a stage once."""
+        warps, item = 4 * self.groups, ITEM_BYTES[self.dtype]
+        query = item * self.rows * self.inner + 8 * self.rows
+        return (
+            Ring("k", "load", "math", 1, 1, 0, item * self.keys * self.inner),
+            Ring("v", "load", "math", 1, 1, 0, item * self.keys * self.inner_value),
+            Ring("q", "load", "math", self.query_stages, 1, warps, query),
+            Ring("dout", "load", "math", self.dout_stages, 1, warps, item * self.rows * self.inner_value),
+            Ring("dq", "math", "reduce", self.parts, warps, 1, 0),
+        )
+
+    @property
+    def smem(self) -> int:
+        """Bytes: k, v, q, dout, ds, [p], dQ parts, statistics, barriers, what segments and turns add; in another order."""
+        filled = sum(ring.stages * ring.bytes for ring in self.rings)
+        squares = ITEM_BYTES[self.dtype] * self.keys * self.rows * DS_BUFFERS * (2 if self.split_depth else 1)
+        parts = 4 * self.part_numbers * self.parts
+        barriers = sum(ring.barrier_bytes for ring in self.rings)
+        more = 16 * (self.threads // 32) * self.segments + 4 * self.ordered
+        return filled + squares + parts + barriers + more
+
+
+def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
+    """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
+    buffers = {b.name: b for b in plan.inputs + plan.outputs}
+
+    def map_of(name: str, rows: int, store: bool = False) -> Descriptor:
+        box = (rows, plan.depth_of(name))
+        return rows_of(buffers[name], box, e, wide, store=store, swizzle=plan.swizzle_of(name))
+
+    keys = [map_of(name, plan.keys, name[0] == "d") for name in ("k", "v", "dk", "dv")]
+    maps = (*keys, map_of("q", plan.rows), map_of("dout", plan.rows))
+    scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    values = ("ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ()))
+    main = Kernel(
+        "backward",
+        (up(e["S"], plan.keys) * e["K"] * e["B"], 1, 1),
+        plan.threads,
+        maps,
+        smem=plan.smem,
+        pointers=scratch + values,
+        extents=("T", "S", "N", "K", "M"),
+    )
+    post = Kernel(
+        "bwd_post",
+        (e["M"] * e["N"] * e["B"], 1, 1),
+        POST_THREADS,
+        pointers=("work", "dq", "floats"),
+        extents=("T", "N", "M"),
+    )
+    return bind_pre(plan.pre, e), main, post
+
+
+def turn(plan: Any, tile: Any, last: Any) -> Any:
+    """Rank of key tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles.
+
+    Descending in keys: the first query tile that a causal key tile visits is one where its rank is 0.
+    """
+    return last - 1 - tile
+
+
+def form_for(depth: int, value_depth: int) -> dict[str, Any]:
+    """The form and the stages by depths. The first that fits shared memory, in order of what a stage is worth."""
+    inner, inner_value = native(depth), native(value_depth)
+    split = inner + inner_value > 256
+    for parts, query_stages, dout_stages in ((2, 2, 2), (1, 2, 2), (1, 2, 1), (1, 1, 1)):
+        form = {
+            "split_depth": split,
+            "parts": parts,
+            "query_stages": query_stages,
+            "dout_stages": dout_stages,
+        }
+        try:
+            Plan("bfloat16", depth, value_depth, segments=True, ordered=True, **form)
+        except AssertionError:
+            continue
+        return form
+    raise Unsupported(f"depths {depth} and {value_depth}: the Hopper backward has no tile that fits shared memory")
+
+
+def choose(problem: Problem) -> Plan:
+    """The plan for a backward problem, or Unsupported with what would work."""
+    spec = problem.spec
+    for name, depth in (("query and key", problem.d), ("value", problem.v)):
+        if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
+            raise Unsupported(f"depth {depth} of {name}: the Hopper backward takes {DEPTHS}")
+    return Plan(
+        problem.dtype,
+        problem.d,
+        problem.v,
+        band=spec.band,
+        segments=spec.segments,
+        soft_cap=spec.soft_cap,
+        ordered=spec.deterministic,
+        **form_for(problem.d, problem.v),
+    )

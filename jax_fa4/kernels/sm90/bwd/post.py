@@ -1,0 +1,58 @@
+"""Last kernel: the float32 dQ workspace, in the order of the math threads' registers, becomes dQ of the true scale."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.tiles import work_item
+from jax_fa4.kernels.sm90.bwd.plan import POST_THREADS
+
+
+@cute.kernel
+def bwd_post(
+    work: cute.Pointer,
+    dq: cute.Pointer,
+    floats: cute.Pointer,
+    queries: Int32,
+    heads: Int32,
+    tiles: Int32,
+    plan: cutlass.Constexpr,
+):
+    """One CTA a query tile; a thread makes 8 columns of a row out of the registers of the quad that held them.
+
+    A tile is [column block of 8][math thread of a warpgroup][4]: (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1). A warp
+    takes four blocks of eight rows, r and r + 8 among them: it reads lines of 256 bytes and writes rows of 64.
+    """
+    thread = cute.arch.thread_idx()[0]
+    tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
+    warp, lane = thread // 32, thread % 32
+    depth = plan.depth
+    place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.rows * depth)
+    quad, lower = 4 * warp + lane // 4 % 4, lane // 16
+    i = tile * plan.rows + 16 * (quad // 8) + quad % 8 + 8 * lower
+    to = dq + ((batch.to(Int64) * queries + i) * heads + head) * depth
+    scale = floats[VALUES.scale]
+    found = cute.make_rmem_tensor((2, 4), Float32)
+    half = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
+    blocks = depth // 8
+    for n in cutlass.range_constexpr(-(-blocks // 4)):
+        block = 4 * n + lane % 4
+        wanted = i < queries
+        if const_expr(4 * n + 4 > blocks):
+            wanted = wanted & (block < blocks)
+        if wanted:
+            source = (work + (place + (block * 128 + 4 * quad) * 4 + 2 * lower)).align(8)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, 4), stride=(1, 4))), found)
+            half.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
+            cute.autovec_copy(half, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))
+
+
+def start(stream, plan, data, kernel, e):
+    """Starts the kernel. data: pointers by buffer name; e: extents by symbol."""
+    assert kernel.block == POST_THREADS
+    pointers = [data[name] for name in kernel.pointers]
+    bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
+        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream
+    )

@@ -1,0 +1,30 @@
+"""The five products. S^T = K Q^T and dP^T = V dO^T; P^T and dS^T are operand A of dV and dK, dS^T turned that of dQ."""
+
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.sm90 import wgmma
+
+K, MN = wgmma.K_MAJOR, wgmma.MN_MAJOR
+
+
+def scores_mma(plan):
+    """S^T and dP^T, both operands from shared memory. Warpgroups share the keys, or else the queries."""
+    split = (1, plan.groups) if plan.split_depth else (plan.groups, 1)
+    return wgmma.product(DTYPES[plan.dtype], (K, K), split, (64, plan.columns))
+
+
+def keys_mma(plan, depth):
+    """dV (depth: the native one of V) and dK. A from registers where a warpgroup has its own keys."""
+    dtype = DTYPES[plan.dtype]
+    if plan.split_depth:
+        return wgmma.product(dtype, (K, MN), (1, plan.groups), (64, depth // plan.groups))
+    return wgmma.product(dtype, (K, MN), (plan.groups, 1), (64, depth), a_in_registers=True)
+
+
+def queries_mma(plan):
+    """dQ = dS K. The warpgroups share the depth; each needs the dS of all."""
+    return wgmma.product(DTYPES[plan.dtype], (MN, MN), (1, plan.groups), (64, plan.inner // plan.groups))
+
+
+def steps(depth):
+    """wgmma steps along a depth whose rest is known to be zero."""
+    return -(-depth // wgmma.STEP)
