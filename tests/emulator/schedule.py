@@ -12,9 +12,13 @@ from . import machine as m
 
 @dataclass
 class Policy:
-    """Probabilities of one seed. `haste`: complete an asynchronous operation rather than run a warp.
-    `handoff`: whoever completes a barrier's phase is interrupted, and one that waited for it runs at once. `scatter`:
-    clusters start in any order, which hardware does not promise either.
+    """Probabilities of one seed.
+
+    `haste`: complete an asynchronous operation rather than run a warp. `order`: which one finishes first, "any", the
+    "newest" or
+    the "oldest". `handoff`: whoever completes a barrier's phase is interrupted, and one that waited for it runs at
+    once.
+    `scatter`: clusters start in any order, which hardware does not promise either.
     """
 
     haste: float = 1.0
@@ -26,6 +30,7 @@ class Policy:
     shuffle: bool = False
     handoff: float = 0.0
     scatter: bool = False
+    order: str = "any"
 
 
 def policy_of(seed, rng):
@@ -43,6 +48,7 @@ def policy_of(seed, rng):
         shuffle=True,
         handoff=rng.choice((0.0, 0.5, 0.9)),
         scatter=rng.random() < 0.5,
+        order=("newest", "any", "oldest", "any")[seed // 2 % 4 if lazy else rng.randrange(4)],
     )
 
 
@@ -92,7 +98,8 @@ class Scheduler:
             keys = engine.candidates() if len(engine) else ()
             if keys and (not ready or rng.random() < policy.haste):
                 if policy.shuffle:
-                    engine.complete(rng.choice(keys))
+                    pick = {"newest": keys[-1:], "oldest": keys[:1]}.get(policy.order, keys)
+                    engine.complete(rng.choice(pick))
                 else:
                     for key in keys:
                         engine.complete(key)
