@@ -211,7 +211,8 @@ def test_row42_explicit_axes_are_in_the_types_of_results(context, shares):
         if context:
             close(step(*placed), wanted)  # eager
     assert not collectives(compiled) and set(shares) == {(4, 8, 2, 8)}
-    with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])) as small:
+    small = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    with jax.set_mesh(small):
         rows = place(small, args, [P("x")] * 4)
         assert jax.typeof(causal(*rows[:3])).sharding.spec == P("x", None, None, None)
 
@@ -274,7 +275,10 @@ def test_shard_map_over_all_axes_and_over_some(kind, manual, check, shares):
         placed = place(mesh, args, [BOTH] * 4)
         compiled = jax.jit(f).lower(*placed).compile()
         close(compiled(*placed), wanted)
-    assert set(shares) == {(4, 8, 2, 8)} and not collectives(compiled)
+    assert set(shares) == {(4, 8, 2, 8)}
+    # jax 0.10 and 0.11 themselves gather at the border of a shard_map over some axes of an explicit mesh (jnp.sin too)
+    border = kind == AxisType.Explicit and len(manual) == 1
+    assert border or not collectives(compiled)
 
 
 @pytest.mark.parametrize("check", [True, False])
