@@ -56,6 +56,10 @@ CASES = {
         lambda: fa.padding(K_OK) & fa.segments(Q_IDS, K_IDS) & fa.padding(None, Q_OK),
         ((Q_IDS[:, :, None] == K_IDS[:, None, :]) & K_OK[:, None, :] & Q_OK[:, :, None])[:, None],
     ),
+    "segments and padding of both": (
+        lambda: fa.padding(K_OK, Q_OK) & fa.segments(Q_IDS * 0, K_IDS * 0),
+        K_OK[:, None, None, :] & Q_OK[:, None, :, None],
+    ),
     "dense and causal": (lambda: fa.causal() & DENSE, DENSE & (J <= I)),
     "causal and dense": (lambda: DENSE & fa.causal(), DENSE & (J <= I)),
     "jax array and causal": (lambda: jnp.asarray(DENSE) & fa.causal(), DENSE & (J <= I)),
