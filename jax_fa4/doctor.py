@@ -86,7 +86,9 @@ def hint(error: Exception) -> str:
     text = str(error)
     if "pip install" in text or "set JAX" in text:
         return ""
-    return "; if versions above are marked, correct them first, else report this with the whole output of doctor"
+    return (
+        "; without kernels: jax_fa4.config.update(implementation='xla'). Please report this with all that doctor says"
+    )
 
 
 # ---- versions, machine ---------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def stores() -> list[Finding]:
         size = sum(f.stat().st_size for f in files) / 1e6
         out.append(Finding(OK, about, f"{n + 1}. {folder}: {len(files)} entries, {size:.1f} MB, trusted, {kind}"))
     out += [Finding(BROKEN, about, f"{w.message}") for w in caught]
-    fix = "fill it again with this version (python -m jax_fa4 precompile), or install the version that filled it"
+    fix = "fill it again with this version (python -m jax_fa4 precompile), or pip install the version that filled it"
     needed = kernel_arch() is not None and not has_compiler()
     out += [Finding(BROKEN if needed else NOTE, about, f"{text}: {fix}") for text in here.mismatches()]
     return out
@@ -286,6 +288,7 @@ def _taken(problem: Problem, arch: str, word: str) -> Finding:
 
 SHAPE = {"b": 2, "t": 48, "s": 48, "n": 4, "k": 2, "d": 64}
 FLOOR = 1e-3  # relative L2: differences of this size are rounding, whatever the unfused computation's error is
+CEILING = 0.02  # and what no rounding of bfloat16 reaches here, should the unfused computation itself be wrong
 
 
 def self_test() -> list[Finding]:
@@ -301,7 +304,10 @@ def self_test() -> list[Finding]:
     rounded = {n: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for n, shape in shapes.items()}
     exact = [np.asarray(x, np.float64) for x in rounded.values()]
     want = dense(*exact)
-    allowed = [2 * distance(a, b) + FLOOR for a, b in zip(_passes(_unfused, *rounded.values()), want, strict=True)]
+    allowed = [
+        min(2 * distance(a, b) + FLOOR, CEILING)
+        for a, b in zip(_passes(_unfused, *rounded.values()), want, strict=True)
+    ]
     found = []
     for implementation in (None, "xla") if kernel_arch() else (None,):
         call = functools.partial(attention, is_causal=True, implementation=implementation)
