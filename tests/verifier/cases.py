@@ -100,5 +100,5 @@ def launched(case: Case, ptx: str | None = None) -> Launch:
     return one
 
 
-def judge(case: Case, ptx: str | None = None, timeout: int = 300) -> run.Verdict:
+def judge(case: Case, ptx: str | None = None, timeout: int = 900) -> run.Verdict:
     return run.judge(launched(case, ptx), case.arm, REFERENCE if case.equal else None, timeout)

@@ -56,7 +56,7 @@ class Reference:
     outputs: tuple[str, ...]
 
 
-def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | None = None, timeout: int = 300):
+def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | None = None, timeout: int = 900):
     """Runs the verifier on one launch. The verdict holds for the arm that was chosen."""
     from sentryward import verify
 

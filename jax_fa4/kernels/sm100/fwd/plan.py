@@ -37,6 +37,7 @@ class Share(NamedTuple):
     period: int
     count: int
     first: int
+    degree: int = 4  # of the polynomial; 3 costs one FMA less and shows in the log-sum-exp
 
 
 SHARE = Share(16, 4, 1)
@@ -81,6 +82,14 @@ class Plan:
         assert 0 <= self.lazy <= 15, f"lazy={self.lazy}: weights up to 2^{self.lazy} overflow float16"
         assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
         check_regions(self.regions)
+
+    @property
+    def roles(self) -> dict[str, tuple[int, ...]]:
+        """Warps by role, for counters and reports."""
+        first = {"softmax": self.SOFTMAX, "correct": self.CORRECT, "mma": self.MMA, "store": self.STORE}
+        first |= {"load": self.LOAD, "edge": self.EDGE}
+        ends = [*list(first.values())[1:], self.threads // WARP]
+        return {name: tuple(range(a, b)) for (name, a), b in zip(first.items(), ends, strict=True)}
 
     # Shared memory -------------------------------------------------------------------------------------------------
     @property

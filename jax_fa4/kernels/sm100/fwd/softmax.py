@@ -82,7 +82,7 @@ def _weigh(ctx, s, thread, line, top):
             part[c], part[c + 1] = cute.arch.fma_packed_f32x2(
                 (part[c], part[c + 1]), (ctx.scale, ctx.scale), (base, base)
             )
-        exp2_line(part, quarter * i, plan.emulated)
+        exp2_line(part, quarter * i, plan.emulated, plan.share.degree if plan.share else 0)
         words = cute.make_rmem_tensor(quarter // 2, Float32)
         kind = DTYPES[plan.dtype]
         half = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=kind), cute.make_layout(quarter))

@@ -1,0 +1,162 @@
+"""The Blackwell forward runs in the emulator, from its PTX and what bind says. It has never run on silicon.
+
+Inputs past every length are NaN, results start as poison, schedules are adversarial where a seed is given.
+"""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compare import check
+from emulated import forward
+from problems import BY_NAME, Case
+from verifier.mutate import drop, drop_wait, edit
+
+from jax_fa4.kernels.sm100.fwd.plan import bind, choose
+from jax_fa4.spec import Problem
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
+
+
+def plan_of(case, dtype="bfloat16", **fields):
+    problem = Problem(case.spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype)
+    return replace(choose(problem), **fields)
+
+
+def passes(case, dtype="bfloat16", seed=0, **fields):
+    inp, got, report = forward(plan_of(case, dtype, **fields), bind, case, seed)
+    report.check()
+    check(got, case, inp, dtype)
+
+
+# Few plans (each is a compile), many problems.
+SAME_PLAN = [
+    "len_1x1", "len_127x129", "len_1x300", "len_200x1", "heads_7_1", "causal_129x127", "bottom_200x1", "causal_1000",
+    "window_17_5", "window_0_0", "window_left", "window_right", "window_far",
+    "lengths", "lengths_zero", "lengths_bottom", "lengths_window", "scale_large", "fill_both_causal", "spread_4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SAME_PLAN, "sinks", "sinks_dead_rows"])
+def test_forward_is_attention(name):
+    passes(BY_NAME[name])
+
+
+DEPTHS = [
+    Case("d128", b=1, t=300, s=600, n=2, k=1, d=128, kv_lens=(521,)),
+    Case("d128_causal", b=1, t=400, s=400, n=1, k=1, d=128, causal=True),
+    Case("d192_128", b=1, t=130, s=500, d=192, v=128, kv_lens=(401,)),
+    Case("d72_40", b=1, t=130, s=200, d=72, v=40, kv_lens=(150,)),
+    Case("d64_128", b=1, t=130, s=200, d=64, v=128, kv_lens=(150,)),
+]
+
+
+@pytest.mark.parametrize("case", DEPTHS, ids=lambda case: case.name)
+def test_forward_at_other_depths(case):
+    passes(case)
+
+
+MANY = Case("many", b=2, t=300, s=700, n=2, k=1, d=128, window=(400, 60), bottom_right=True, q_lens=(300, 140),
+            kv_lens=(700, 391), sinks=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_together_in_any_schedule(seed):
+    passes(MANY, "float16", seed)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(200))
+def test_everything_together_in_many_schedules(seed):
+    passes(MANY, "float16", seed)
+
+
+@pytest.mark.parametrize("blocks", range(1, 8))
+def test_no_number_of_blocks_deadlocks(blocks):
+    """Up to 2 stages + 1: every phase of every ring comes round."""
+    passes(Case("blocks", b=1, t=130, s=128 * blocks, n=1, k=1), seed=blocks, stage_cap=3)
+
+
+def test_integers_are_exact():
+    """Every row has equal scores and integer values: O is a mean of integers, exact in float32, so layouts show."""
+    case = Case("mean", b=1, t=256, s=256, n=1, k=1, fill="integers", scale=1e-30)
+    inp, got, report = forward(plan_of(case, "float16"), bind, case)
+    report.check()
+    want = inp.value.mean(axis=1, keepdims=True).swapaxes(1, 2)[:, 0][:, None].repeat(256, 1)
+    np.testing.assert_array_equal(got.out[:, :, 0], want.astype(np.float16)[:, :, 0])
+
+
+def rescales(report):
+    """Stores to tensor memory of the correction warps: 4 for each warp, tile and block whose O is rescaled."""
+    return report.counters.instructions["correct"]["tcgen05.st"]
+
+
+def run_lazy(case, lazy, **how):
+    plan = plan_of(case, lazy=lazy)
+    inp, got, report = forward(plan, bind, case, roles=plan.roles, **how)
+    report.check()
+    check(got, case, inp, "bfloat16")
+    return rescales(report)
+
+
+def test_lazy_rescaling_changes_nothing_but_work():
+    """tau 8 against 0.5 on random inputs: the same result within the rule, fewer rescales."""
+    case = Case("tau", b=1, t=256, s=1024, n=1, k=1, d=64, spread=1.5)
+    assert run_lazy(case, 8.0) < run_lazy(case, 0.5) / 2
+
+
+@pytest.mark.parametrize("step", (-7.9, 3.9, 7.9, 8.5, 30.0))
+def test_a_maximum_that_creeps(step):
+    """Block after block the maximum grows by `step` log2 units, below tau and above: weights up to 2^8 are summed."""
+    case = Case("creep", b=1, t=256, s=128 * 6, n=1, k=1, d=64, scale=1.0)
+
+    def fill(inp):
+        inp.query[...], inp.query[..., 0] = 0, 1.0
+        visited = 5 - np.arange(case.s) // 128
+        level = step * np.log(2) * (visited if step > 0 else visited - 5)
+        inp.key[..., 0] = (level[None, :, None] + 0.1 * inp.key[..., 1]).astype(np.float32)
+        from problems import rounded
+
+        inp.key[...] = rounded(inp.key, "bfloat16")
+
+    count = run_lazy(case, 8.0, fill=fill)
+    per_block = 8 * case.d // 16  # warps x tiles x stores
+    expected = {-7.9: 0, 3.9: 1, 7.9: 2, 8.5: 5, 30.0: 5}[step]
+    assert expected * per_block <= count <= (expected + 1) * per_block, (count, per_block)
+
+
+# Faults that only execution shows; each must fail the run, by an error finding, a deadlock or a wrong number.
+BROKEN = {
+    "no proxy fence before O is stored": drop(r"fence\.proxy\.async[^\n]*", -1),
+    "no proxy fence behind the zeroed edge": drop(r"fence\.proxy\.async[^\n]*", 0),
+    "S used without wait::ld": lambda ptx: _drop_before(ptx, r"tcgen05\.wait::ld[^\n]*", "ex2"),
+    "P handed over without wait::st": drop(r"tcgen05\.wait::st[^\n]*", -1),
+    "first product adds": edit(r"setp\.ne\.b32 add, %r\d+, 0", "setp.ne.b32 add, 1, 0", 0),
+    "edge rows not zeroed": drop(r"st\.shared\.v4\.b32[^\n]*", 0),
+    "no CTA barrier": drop(r"bar\.sync \s*0;"),
+    "wrong LN2": edit(r"0f3F317218", "0f3F317318"),
+    "a mask bit off": edit(r"(shl\.b32 %r\d+, )-1", r"\g<1>-2"),
+    "polynomial's power of two": edit(r"(shl\.b32 \s*%r\d+, %r\d+, )23", r"\g<1>22"),
+    "an mbarrier wait dropped": drop_wait(2),
+}
+
+
+def _drop_before(ptx, pattern, mark):
+    """The last match in front of the first `mark`."""
+    import re
+
+    head, tail = ptx[: ptx.index(mark)], ptx[ptx.index(mark) :]
+    at = list(re.finditer(pattern, head))[-1]
+    return head[: at.start()] + head[at.end() :] + tail
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_fails(name):
+    case = Case("broken", b=1, t=200, s=300, n=1, k=1, d=64, kv_lens=(270,))
+    plan = plan_of(case)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            inp, got, report = forward(plan, bind, case, seed, edit=BROKEN[name])
+            report.check()
+            check(got, case, inp, "bfloat16")
