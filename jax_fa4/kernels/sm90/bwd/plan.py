@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def smem(self) -> int:
-        """Bytes: k, v, q, dout, ds, [p], dQ parts, statistics, barriers, what segments and turns add; in another order."""
+        """Bytes of the tiles, statistics and barriers, and of what segments and turns add."""
         filled = sum(ring.stages * ring.bytes for ring in self.rings)
         squares = ITEM_BYTES[self.dtype] * self.keys * self.rows * DS_BUFFERS * (2 if self.split_depth else 1)
         parts = 4 * self.part_numbers * self.parts
