@@ -278,6 +278,16 @@ def test_sharded_on_heads():
             assert cache["cached_key"].sharding.spec == P(None, None, "model"), cache["cached_key"].sharding
             outs.append(y)
         t.close(jnp.concatenate(outs, 1), wanted)
+
+        # Explicit axes, the default of make_mesh: the cache that init makes has the batch's sharding in its type.
+        s = t.Linen(num_kv_heads=2)
+        with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+            x = jax.device_put(t.X, P("data"))
+            cache = s.fresh(x)
+            assert jax.typeof(cache["cached_key"]).sharding.spec == P("data", None, None, None)
+            cache, y = s.step(cache, x[:, :4])
+            assert jax.typeof(y).sharding.spec == P("data", None, None)
+            t.close(jnp.concatenate([y, s.step(cache, x[:, 4:])[1]], 1), wanted)
         """,
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )

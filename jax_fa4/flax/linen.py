@@ -145,8 +145,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def _append(self, key: Array, value: Array) -> tuple[Array, Array, Array | None, Array | None]:
         """The cache with the new tokens; at initialisation it is made, of the input's length, and left empty."""
         started = self.has_variable("cache", "cached_key")
-        cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
-        cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        # zeros_like: the cache is laid out over devices as the projections are.
+        cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
+        cached_value = self.variable("cache", "cached_value", jnp.zeros_like, value)
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
         if not started:
             return key, value, None, None
