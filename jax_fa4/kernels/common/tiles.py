@@ -39,7 +39,7 @@ def key_tiles(tile: Any, size: tuple[int, int], band: Band, banded: bool, low: A
 def query_tiles(tile: Any, size: tuple[int, int], band: Band, banded: bool, low: Any = min, high: Any = max) -> Any:
     """[first, last) of the query tiles that key tile `tile` must visit; first == last where nobody sees it.
 
-    size: (queries, keys) of a tile.
+    size: (queries, keys) of a tile. Exact: just those with a visible pair, so that turns can be counted by key_tiles.
     """
     rows, keys = size
     left = tile * keys
@@ -48,7 +48,8 @@ def query_tiles(tile: Any, size: tuple[int, int], band: Band, banded: bool, low:
         begin, end = queries_seeing(left, low(left + keys, band.kv_len) - 1, band, low, high)
     first = begin // rows
     last = high(up(high(end, 0), rows), first)
-    return _only_if(low(high(band.kv_len - left, 0), 1), first, last)
+    seen = low(high(end - begin, 0), 1)  # begin may lie past q_len in the same tile
+    return _only_if(low(high(band.kv_len - left, 0), 1) * seen, first, last)
 
 
 def all_keys_visible(queries: tuple[Any, Any], keys: tuple[Any, Any], band: Band, banded: bool) -> Any:
