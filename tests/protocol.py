@@ -43,7 +43,7 @@ class _Run:
                         waiting[event.barrier].append(agent)
                         break
                 elif isinstance(event, Arrive):
-                    self.arrived[event.barrier] += event.count
+                    self.arrived[event.barrier] += event.arrivals
                     ready += waiting.pop(event.barrier, ())
                 i += 1
             self.done[agent] = i

@@ -154,7 +154,7 @@ def search(p: Protocol, limit: int = 20000):
                 if done % 2 == e.phase % 2:
                     continue
             elif isinstance(e, Arrive):
-                counts[barriers.index(e.barrier)] += e.count
+                counts[barriers.index(e.barrier)] += e.arrivals
             else:
                 for other, i, x in cells:
                     behind = at[agents.index(other)] <= i and (other, i) != (agent, at[n])

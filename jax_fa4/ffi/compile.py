@@ -28,7 +28,7 @@ HOST_TARGETS = {
     BASELINE: "'llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64-v2'",
     "linux-aarch64": "linux-aarch64",  # Grace
 }
-ARCHS = ("sm_90a", "sm_100a")
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 ENTRY = "cutlass_call"  # the prefix that the handler asks for
 RUNTIME = "libcute_dsl_runtime.so"
 _LOCK = threading.Lock()  # concurrent compiles abort the process (DSL 4.8.1)

@@ -12,11 +12,11 @@ Name = tuple[Any, ...]
 
 
 class Arrive(NamedTuple):
-    """`count` arrivals meant for phase `phase` (0, 1, ...) of a barrier."""
+    """`arrivals` meant for phase `phase` (0, 1, ...) of a barrier."""
 
     barrier: Name
     phase: int
-    count: int = 1
+    arrivals: int = 1
 
 
 class Wait(NamedTuple):

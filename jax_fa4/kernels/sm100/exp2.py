@@ -58,4 +58,4 @@ def exp2_line(line, first: cutlass.Constexpr, emulated: cutlass.Constexpr, degre
                 bits[c + j] = bits[c + j] + (cute.recast_tensor(power, Int32)[0] << 23)
         else:
             for j in cutlass.range_constexpr(2):
-                line[c + j] = cute.math.exp2(line[c + j], fastmath=True)
+                line[c + j] = cute.math.exp2(line[c + j], fastmath=True)  # type: ignore[attr-defined]

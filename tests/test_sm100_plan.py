@@ -1,0 +1,231 @@
+"""The Blackwell forward's plan as data, and its compiled facts: counts in the PTX are those of the plan's formulas."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
+from jax_fa4.kernels.sm100.fwd.plan import NATIVE_DEPTHS, SHARE, Plan, Share, bind, choose, native
+from jax_fa4.kernels.sm100.regions import Region, check_regions
+from jax_fa4.spec import AttentionSpec, Problem, Unsupported
+
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
+ALL_DEPTHS = [(d, v) for d in (8, 64, 72, 128, 136, 192) for v in (8, 64, 96, 128)]
+
+
+def problem(d=64, v=None, dtype="bfloat16", **spec):
+    return Problem(AttentionSpec(**spec), 2, 300, 333, 4, 2, d, d if v is None else v, dtype)
+
+
+@pytest.mark.parametrize(("d", "v"), ALL_DEPTHS)
+def test_resources_fit(d, v):
+    for dtype in ("bfloat16", "float16"):
+        plan = choose(problem(d, v, dtype, band=True, sinks=True))
+        assert plan.inner >= d and plan.inner_value >= v and (plan.inner, plan.inner_value) in NATIVE_DEPTHS
+        assert plan.smem <= SMEM_LIMIT and plan.stages >= 2
+        softmax, correct, rest = plan.registers
+        assert 128 * (2 * softmax + correct + rest) <= REGISTER_FILE
+        assert max(r.end for r in plan.regions) <= 512
+
+
+def test_ring_table_is_derived():
+    plan = Plan("bfloat16", 128, 128)
+    rings = {r.name: r for r in plan.rings}
+    assert rings["probs"].full == 256 and rings["rest"].full == 4 and rings["stats"].empty == 128
+    assert rings["kv"].bytes == 128 * 128 * 2 == rings["q"].bytes and rings["kv"].stages == 3
+    assert Plan("float16", 192, 128).out_over_q and not plan.out_over_q
+    assert sorted(w for warps in plan.roles.values() for w in warps) == list(range(16))
+
+
+def test_launch_follows_the_shapes():
+    plan = Plan("bfloat16", 72, 40, sinks=True)
+    (k,) = bind(plan, plan.extents({"B": 3, "T": 300, "S": 77, "N": 4, "K": 2}))
+    assert k.grid == (2 * 4 * 3, 1, 1) and k.block == 512 and k.smem == plan.smem
+    q, key, value, out = k.descriptors
+    assert q.dims == (300, 72, 4, 3) and q.strides == (4 * 72, 1, 72, 300 * 4 * 72) and q.box == (128, 128)
+    assert key.dims == (77, 72, 2, 3) and value.dims == (77, 40, 2, 3) and out.store and out.dims == (300, 40, 4, 3)
+    assert k.pointers == ("lse", "ints", "floats", "sinks") and k.extents == ("T", "S", "N", "K")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"registers": (200, 80, 48)}, ["67584", "65536"]),
+        ({"registers": (190, 80, 48)}, ["steps of 8"]),
+        ({"lazy": 16.0}, ["overflow"]),
+        ({"stage_cap": 1}, []),
+        ({"depth": 200}, ["200"]),
+    ],
+)
+def test_impossible_plans_are_our_bugs(bad, words):
+    with pytest.raises(AssertionError) as error:
+        replace(Plan("bfloat16", 64, 64), **bad)
+    assert all(w in str(error.value) for w in words)
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (problem(256), ["256", "192"]),
+        (problem(64, 136), ["136", "values of up to 128"]),
+        (problem(60), ["60", "multiples of 8"]),
+        (problem(64, dtype="float32"), ["float32", "bfloat16"]),
+        (problem(64, segments=True), ["segment ids", "xla"]),
+        (problem(64, soft_cap=True), ["logits_soft_cap", "xla"]),
+        (problem(64, bias=True), ["bias"]),
+        (problem(64, mask=True), ["mask"]),
+    ],
+)
+def test_what_has_no_kernel_is_refused_by_name(problem, words):
+    with pytest.raises(Unsupported) as error:
+        choose(problem)
+    assert all(w in str(error.value) for w in words), error.value
+
+
+def test_regions_refuse_overlap():
+    ok = (Region("s", 0, 128), Region("p", 64, 64, "s", "order"), Region("o", 128, 384))
+    check_regions(ok)
+    for bad, word in (
+        ((*ok[:2], Region("x", 500, 20)), "leaves"),
+        ((*ok, Region("x", 120, 20)), "overlap"),
+        ((ok[0], Region("p", 64, 128, "s", "order")), "overlap"),
+        ((ok[0], Region("p", 64, 64, "s")), "does not say why"),
+        ((ok[0], Region("p", 64, 64)), "overlap"),
+    ):
+        with pytest.raises(AssertionError, match=word):
+            check_regions(bad)
+
+
+def test_emulated_columns_depend_on_position_only_and_spare_the_last_quarter():
+    plan = Plan("bfloat16", 128, 128)
+    columns = [c for c in range(0, 128, 2) if plan.emulated(c)]
+    assert plan.emulated_columns == 2 * len(columns) == 16
+    assert all(32 <= c < 96 for c in columns)
+    assert replace(plan, share=Share(10, 4, 1)).emulated_columns == 24
+    assert replace(plan, share=None).emulated_columns == 0
+    assert choose(problem(), "sm_103a").share is None and choose(problem()).share == SHARE
+
+
+def test_polynomials_are_the_fitted_ones_and_as_exact_as_stated():
+    """Coefficients are read from the kernel's source: importing it would need the compiler."""
+    pytest.importorskip("scipy")
+    root = Path(__file__).parent.parent
+    sys.path.insert(0, str(root / "tools"))
+    try:
+        import fit_exp2
+    finally:
+        sys.path.pop(0)
+    source = (root / "jax_fa4/kernels/sm100/exp2.py").read_text()
+    found = re.findall(r"^    (\d): \(([^)]*)\),  # ([\d.e-]+)$", source, re.M)
+    assert [int(n) for n, _, _ in found] == [3, 4]
+    for degree, numbers, stated in found:
+        c = tuple(float(x) for x in numbers.split(","))
+        assert all(float(np.float32(x)) == x for x in c) and len(c) == int(degree)
+        assert float(stated) * 0.95 <= fit_exp2.error(c) <= float(stated) * 1.02, (degree, fit_exp2.error(c))
+        np.testing.assert_allclose(c, fit_exp2.coefficients(int(degree)), rtol=2e-4)
+        x = np.array([-np.inf, -127, -300, 0, 1, 2, -1, 8, 127], np.float32)
+        np.testing.assert_array_equal(fit_exp2.evaluate(x, c), [0, 0, 0, 1, 2, 4, 0.5, 256, 2.0**127])
+
+
+# Compiled facts ---------------------------------------------------------------------------------------------------
+
+PLANS = {
+    "d64": Plan("bfloat16", 64, 64),
+    "d64 band sinks fp16": Plan("float16", 64, 64, band=True, sinks=True),
+    "d128": Plan("bfloat16", 128, 128),
+    "d128 band": Plan("bfloat16", 128, 128, band=True),
+    "d192 128 band": Plan("bfloat16", 192, 128, band=True),
+    "d72 40": Plan("bfloat16", 72, 40),
+    "sm_103a": Plan("bfloat16", 128, 128, share=None, arch="sm_103a"),
+}
+made: dict = {}
+
+
+def built(name):
+    if name not in made:
+        from jax_fa4.ffi.compile import build
+
+        made[name] = build(PLANS[name], keep_ptx=True)
+    return made[name]
+
+
+def expected(plan):
+    """name: (pattern, count in the text): one softmax copy, one copy of correction a tile, two of the MMA warp's loop
+    body a tile (loop and end)."""
+    d, v, poly = plan.inner, plan.inner_value, plan.emulated_columns
+    degree = plan.share.degree if plan.share else 0
+    return {
+        "mma": (r"tcgen05\.mma\.", 2 * 2 * (d // 16 + 8)),
+        "commit": (r"tcgen05\.commit", 9),
+        "S and O loads": (r"tcgen05\.ld\S+x32\.", 4 + 2 * v // 32),
+        "O loads to rescale": (r"tcgen05\.ld\S+x16\.", 2 * v // 16),
+        "stores": (r"tcgen05\.st\S+x16\.", 4 + 2 * v // 16),
+        "ex2": (r"ex2\.approx", 128 - poly + 1 + 4 * plan.sinks),
+        "add toward -inf": (r"add\.rm\.f32x2", poly // 2),
+        "fma": (r"fma\.rn\.f32x2", 64 + degree * poly // 2),
+        "row sum": (r"add\.rn\.f32x2", 64),
+        "row maximum": (r"max\.f32", 66 + poly + 2 * plan.sinks),
+        "votes": (r"vote\.sync", 2),
+        "TMA loads": (r"cp\.async\.bulk\.tensor\S+shared::cta\.global", (3 * d + v) // 64),
+        "TMA stores": (r"cp\.async\.bulk\.tensor\S+global\.shared", 2 * v // 64),
+        "local memory": (r"\.local\b", 0),
+    }
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PLANS)
+def test_compiled_counts_are_the_plans(name):
+    plan, ptx = PLANS[name], built(name).ptx
+    wrong = {
+        what: (len(re.findall(pattern, ptx)), count)
+        for what, (pattern, count) in expected(plan).items()
+        if len(re.findall(pattern, ptx)) != count
+    }
+    assert not wrong, wrong
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PLANS)
+def test_no_spills(name):
+    """The build refuses them; this looks at the compiler's own words."""
+    (kernel,) = built(name).facts.kernels
+    assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0 and kernel.registers == 128
+
+
+@needs_compiler
+def test_spills_are_refused():
+    from jax_fa4.ffi.compile import BuildError, build
+
+    with pytest.raises(BuildError, match="spill"):
+        build(replace(PLANS["d128"], registers=(216, 48, 32)))
+
+
+@needs_compiler
+def test_the_static_checker_of_the_compiler_finds_no_error():
+    """`warnings{nvvm}`: its errors are fatal. Its known warnings are of our shape, not faults: C3 takes a role of four
+    warps for one; W0014 misses the wait::ld of a role that loads nothing."""
+    script = (
+        "import os, sys; os.environ['CUTE_DSL_ARCH'] = 'sm_100a'\n"
+        "from jax_fa4.ffi import compile as c\n"
+        "from jax_fa4.kernels.sm100.fwd.plan import Plan\n"
+        "c._compiler()\n"
+        "c._compile(Plan('bfloat16', 128, 128, band=True), '--gpu-arch sm_100a warnings{nvvm}')\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=300)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-2000:]
+    codes = set(re.findall(r"\b([EWC]\d{1,4})\b", text))
+    assert not [c for c in codes if c.startswith("E")], text[-3000:]
+    assert codes <= {"C3", "C4", "W0014"}, codes
+
+
+@pytest.mark.parametrize(("depths", "wanted"), [((64, 64), (64, 64)), ((65, 8), (128, 128)), ((193, 8), None)])
+def test_native_depths(depths, wanted):
+    assert native(*depths) == wanted
