@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from emulator import Launch, Pointer, Uninitialised, run
+from emulator import SEEDS, Launch, Pointer, Uninitialised, run
 from emulator.mutants import FAULTS, mutants
 from emulator.snippets import body, mma_setup, module, wgmma_setup
 
 VALUES = np.random.default_rng(0).integers(-4, 5, (2, 128, 64))
-SEEDS = range(6)
 ONE_WARP = "named barrier removed"  # these kernels have one warp: its barrier orders nothing
 SURVIVORS = {
     "load": {ONE_WARP},

@@ -5,5 +5,6 @@ docs/emulator.md first.
 from .launch import Launch, Opaque, Pointer, Scalar, Tma, Uninitialised
 from .parse import PtxError
 from .run import Report, run
+from .schedule import SEEDS
 
-__all__ = ["Launch", "Opaque", "Pointer", "PtxError", "Report", "Scalar", "Tma", "Uninitialised", "run"]
+__all__ = ["SEEDS", "Launch", "Opaque", "Pointer", "PtxError", "Report", "Scalar", "Tma", "Uninitialised", "run"]

@@ -15,10 +15,9 @@ class Policy:
     """Probabilities of one seed.
 
     `haste`: complete an asynchronous operation rather than run a warp. `order`: which one finishes first, "any", the
-    "newest" or
-    the "oldest". `handoff`: whoever completes a barrier's phase is interrupted, and one that waited for it runs at
-    once.
-    `scatter`: clusters start in any order, which hardware does not promise either.
+    "newest" or the "oldest". `starve`: the kind of operation that comes last. `handoff`: whoever completes a barrier's
+    phase is interrupted, and one that waited for it runs at once. `scatter`: clusters start in any order, which hardware
+    does not promise either.
     """
 
     haste: float = 1.0
@@ -31,6 +30,7 @@ class Policy:
     handoff: float = 0.0
     scatter: bool = False
     order: str = "any"
+    starve: str = ""
 
 
 def policy_of(seed, rng):
@@ -48,7 +48,8 @@ def policy_of(seed, rng):
         shuffle=True,
         handoff=rng.choice((0.0, 0.5, 0.9)),
         scatter=rng.random() < 0.5,
-        order=("newest", "any", "oldest", "any")[seed // 2 % 4 if lazy else rng.randrange(4)],
+        order=ORDERS[seed // 2 % 4 if lazy else rng.randrange(4)],
+        starve=STARVED[seed // 2 % 4 if lazy else rng.randrange(4)],
     )
 
 
@@ -62,6 +63,10 @@ class Deadlock:
         return "deadlock:\n  " + "\n  ".join(self.lines)
 
 
+# Seeds 2, 4, 6, 8 and so on: nobody starved, bulk stores and reductions last, loads last, tensor-core work last.
+ORDERS = ("any", "newest", "any", "oldest")
+STARVED = ("mma", "", "bulk", "free")
+SEEDS = (0, 1, 2, 3, 4, 6, 8)  # the quick schedule, two eager ones, one of each lazy kind
 PATIENCE = 64  # rounds of polling without any event before spinning warps count as stuck
 
 
@@ -98,7 +103,8 @@ class Scheduler:
             keys = engine.candidates() if len(engine) else ()
             if keys and (not ready or rng.random() < policy.haste):
                 if policy.shuffle:
-                    pick = {"newest": keys[-1:], "oldest": keys[:1]}.get(policy.order, keys)
+                    fed = [k for k in keys if policy.starve not in k[0]] if policy.starve else keys
+                    pick = {"newest": fed[-1:], "oldest": fed[:1]}.get(policy.order, fed) or keys
                     engine.complete(rng.choice(pick))
                 else:
                     for key in keys:
