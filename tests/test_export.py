@@ -14,11 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from jax.extend.core import InconclusiveDimensionOperation
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
 
+flatbuffers = pytest.importorskip(
+    "flatbuffers", reason="jax.export serialises with flatbuffers, which jax does not install"
+)
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason=f"needs 8 devices; there are {jax.device_count()}")
 causal = partial(jax_fa4.attention, is_causal=True)
 
@@ -56,16 +60,12 @@ def test_export_of_one_device(platforms):
     assert again.platforms == platforms
 
 
-def test_export_with_a_symbolic_batch_is_refused_or_right():
+def test_a_symbolic_batch_is_refused_by_jax_in_words():
+    """Shapes decide tiles and plans, so they must be numbers; one export serves one shape."""
     (b,) = jax.export.symbolic_shape("b")
-    args = inputs()
-    symbolic = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in args]
-    try:
-        exported = jax.export.export(jax.jit(causal))(*symbolic)
-    except Exception as reason:
-        assert "b" in str(reason)
-        return
-    close(exported.call(*args), causal(*args))
+    symbolic = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in inputs()]
+    with pytest.raises(InconclusiveDimensionOperation, match="Symbolic dimension comparison"):
+        jax.export.export(jax.jit(causal))(*symbolic)
 
 
 def test_fa4_alone_says_at_lowering_what_it_needs():
