@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import statistics
 import subprocess
 import time
@@ -31,14 +32,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa4.api import attention, is_supported
+from jax_fa4 import report
+from jax_fa4.api import attention
 from jax_fa4.version import __version__
 
+NAMES = ("ours", "ours_det", "cudnn", "xla", "tokamax")
 SETS = 4
 WARM = 2
 SAMPLE_SECONDS = 0.05
 SAMPLES = 7
 TOLERANCE = 0.02  # relative L2 against the XLA path: a wrong mask is off by far more, bf16 rounding by 4e-3
+LABEL = re.compile(
+    r"D(?P<depth>\d+)(,(?P<value_depth>\d+))? (?P<kind>full|causal|window (?P<window>\d+)) (T(?P<queries>\d+) )?"
+    r"S(?P<length>\d+) B(?P<batch>\d+) N(?P<heads>\d+)(:(?P<kv_heads>\d+))?( (?P<dtype>\w+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,38 @@ class Case:
     dtype: str = "bfloat16"
 
     @property
-    def label(self) -> str:
-        kind = "causal" if self.causal else "full"
-        kind = f"window {self.window}" if self.window is not None else kind
-        shape = f"D{self.depth}" + (f",{self.value_depth}" if self.value_depth else "")
+    def kind(self) -> str:
+        """What a curve over lengths has in common: depths, mask, heads."""
+        depth = f"D{self.depth}" + (f",{self.value_depth}" if self.value_depth else "")
+        mask = "causal" if self.causal else "full"
+        mask = f"window {self.window}" if self.window is not None else mask
+        queries = f" T{self.queries}" if self.queries else ""
+        return f"{depth} {mask}{queries} {self._heads}"
+
+    @property
+    def _heads(self) -> str:
         heads = f"N{self.heads}" + (f":{self.kv_heads}" if self.kv_heads else "")
-        length = f"T{self.queries} S{self.length}" if self.queries else f"S{self.length}"
-        return f"{shape} {kind} {length} B{self.batch} {heads}"
+        return heads if self.dtype == "bfloat16" else f"{heads} {self.dtype}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind.removesuffix(self._heads)}S{self.length} B{self.batch} {self._heads}"
+
+    @staticmethod
+    def from_label(text: str) -> Case:
+        """The case of that label, as a report holds it. A window is causal."""
+        found = LABEL.fullmatch(text)
+        if not found:
+            raise ValueError(f"{text!r} is no label of a case, such as 'D128 causal S4096 B4 N16:4'")
+        whole = {name: int(found[name] or 0) for name in ("depth", "value_depth", "queries", "length", "batch")}
+        return Case(
+            **whole,
+            heads=int(found["heads"]),
+            kv_heads=int(found["kv_heads"] or 0),
+            causal=found["kind"] != "full",
+            window=int(found["window"]) if found["window"] else None,
+            dtype=found["dtype"] or "bfloat16",
+        )
 
     @property
     def pairs(self) -> float:
@@ -84,7 +116,7 @@ class Case:
 Call = Callable[[Any, Any, Any], Any]
 
 
-def implementations(case: Case, names: list[str], deterministic: bool = False) -> dict[str, Call]:
+def implementations(case: Case, names: list[str]) -> dict[str, Call]:
     """Callables by name: ours, ours_det, cudnn, xla, tokamax (where installed)."""
     window = None if case.window is None else (case.window, 0)
     made: dict[str, Call] = {}
@@ -113,7 +145,7 @@ def implementations(case: Case, names: list[str], deterministic: bool = False) -
                 tokamax.dot_product_attention, is_causal=case.causal or window is not None, local_window_size=window
             )
         else:
-            raise ValueError(f"unknown implementation {name!r}; there are ours, ours_det, cudnn, xla, tokamax")
+            raise ValueError(f"unknown implementation {name!r}; there are {', '.join(NAMES)}")
     return made
 
 
@@ -121,7 +153,7 @@ def inputs(case: Case) -> list[tuple[Any, Any, Any, Any]]:
     """(q, k, v, dout) for each of the sets."""
     t, k, v = case.queries or case.length, case.kv_heads or case.heads, case.value_depth or case.depth
     shapes = [(t, case.heads, case.depth), (case.length, k, case.depth), (case.length, k, v), (t, case.heads, v)]
-    sets = []
+    sets: list[Any] = []
     for n in range(SETS):
         keys = jax.random.split(jax.random.key(n), len(shapes))
         sets.append(
@@ -213,7 +245,7 @@ def measure(case: Case, names: list[str], backward: bool = True, samples: int = 
             fwd, both = forward_of(call), both_of(call)
             got = both(sets)[0] if backward else (fwd(sets)[0],)
             pairs = zip(got, want if backward else (want,), strict=True)
-            row.error = max(error(a, jnp.asarray(b)) for a, b in pairs)
+            row.error = float(np.max([error(a, jnp.asarray(b)) for a, b in pairs]))  # NaN if one is: max() is not
         except Exception as problem:
             row.note = f"{type(problem).__name__}: {str(problem)[:160]}"
             continue
@@ -281,63 +313,96 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def standard_cases(depths: list[int], lengths: list[int], tokens: int) -> list[Case]:
-    """`tokens` in all, 2048 / D heads, full and causal."""
-    return [
-        Case(d, n, max(1, tokens // n), max(1, 2048 // d), causal=causal)
-        for d in depths
-        for causal in (False, True)
-        for n in lengths
-    ]
+def standard_cases(args: argparse.Namespace) -> list[Case]:
+    """`tokens` in all, 2048 / D heads, full and causal, and the windows asked for; each also with fewer key heads."""
+    made = []
+    for depth in args.depths:
+        heads = max(1, 2048 // depth)
+        bad = [ratio for ratio in args.gqa if ratio < 1 or heads % ratio]
+        if bad:
+            raise ValueError(f"--gqa {bad[0]} does not divide the {heads} query heads of depth {depth}")
+        masks: list[dict[str, Any]] = [{}, {"causal": True}, *({"causal": True, "window": w} for w in args.window)]
+        for mask in masks:
+            for ratio in args.gqa:
+                kv_heads = 0 if ratio == 1 else heads // ratio
+                for n in args.lengths:
+                    batch = max(1, args.tokens // n)
+                    made.append(Case(depth, n, batch, heads, kv_heads, dtype=args.dtype, **mask))
+    return made
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[64, 128], metavar="D")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="S")
     parser.add_argument("--tokens", type=int, default=16384, help="in all; the batch follows (default: %(default)s)")
-    parser.add_argument("--peers", nargs="+", default=["ours", "cudnn"], help="of ours, ours_det, cudnn, xla, tokamax")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--gqa", type=int, nargs="+", default=[1], metavar="R", help="query heads for each key head")
+    parser.add_argument("--window", type=int, nargs="+", default=[], metavar="W", help="also causal windows of W keys")
+    parser.add_argument(
+        "--peers", nargs="+", default=["ours", "cudnn"], choices=NAMES, metavar="NAME", help=f"of {NAMES}"
+    )
+    parser.add_argument("--deterministic", action="store_true", help="also our bitwise reproducible backward")
     parser.add_argument("--forward-only", action="store_true")
-    parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="at least 2 (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where the report goes")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw the report, as PNG files")
+    parser.add_argument("--from-json", type=Path, metavar="JSON", help="no measuring: print and draw this report")
+    parser.add_argument(
+        "--docs", type=Path, metavar="DIR", help="no measuring: write performance.md from measured/*.json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    """The command's exit code: 0, or 2 where there is nothing to measure or the arguments do not fit."""
+    if args.docs:
+        for path in report.write_docs(args.docs, __doc__ or ""):
+            print(path)
+        return 0
+    if args.from_json:
+        found = json.loads(args.from_json.read_text())
+        return _show(found, args, args.from_json.stem)
     if jax.default_backend() != "gpu":
         print(f"benchmark: the backend is {jax.default_backend()}; times are only of interest on a GPU")
         return 2
-    cases = standard_cases(args.depths, args.lengths, args.tokens)
+    if args.samples < 2:
+        print(f"benchmark: --samples must be at least 2, for the spread; it is {args.samples}")
+        return 2
+    try:
+        cases = standard_cases(args)
+    except ValueError as error:
+        print(f"benchmark: {error}")
+        return 2
+    names = list(dict.fromkeys([*args.peers, *["ours_det"] * args.deterministic]))
+    found = take(cases, names, not args.forward_only, args.samples)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1))
+    return _show(found, args, args.out.stem if args.out else "benchmark")
+
+
+def take(cases: list[Case], names: list[str], backward: bool, samples: int) -> dict[str, Any]:
+    """Measures the cases, printing as it goes; the report, as JSON holds it."""
     rows: list[Row] = []
     before = machine()
     for case in cases:
-        new = measure(case, args.peers, not args.forward_only, args.samples)
+        new = measure(case, names, backward, samples)
         rows += new
         print(table(new).split("\n", 1)[1], flush=True)
-    report = {
+    return {
         "machine": before,
         "after": machine(),
         "matmul_tflops": matmul_tflops(),
         "rows": [asdict(r) for r in rows],
     }
-    print(table(rows))
-    print(f"matmul 8192^3: {report['matmul_tflops']:.0f} TFLOP/s")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1))
+
+
+def _show(found: dict[str, Any], args: argparse.Namespace, stem: str) -> int:
+    print(table([Row(**r) for r in found["rows"]]))
+    print(f"matmul 8192^3: {found['matmul_tflops']:.0f} TFLOP/s")
+    if args.plots:
+        for path in report.write_plots(found, args.plots, stem):
+            print(path)
     return 0
-
-
-def supported_note(case: Case) -> str:
-    """Why the kernels do not take a case, '' where they do."""
-    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(case.dtype))
-    t, k, v = case.queries or case.length, case.kv_heads or case.heads, case.value_depth or case.depth
-    window = None if case.window is None else (case.window, 0)
-    return is_supported(
-        of((case.batch, t, case.heads, case.depth)),
-        of((case.batch, case.length, k, case.depth)),
-        of((case.batch, case.length, k, v)),
-        is_causal=case.causal,
-        local_window_size=window,
-    )[1]
 
 
 if __name__ == "__main__":

@@ -165,7 +165,17 @@ TABLE = (
     Layer(r"tests\.emulator(\..*)?", (r"tests\.emulator(\..*)?", "numpy"), never=("jax", "jax_fa4", *DSL)),
     Layer(
         r"examples\..*",
-        (r"jax_fa4(\.flax(\..*)?)?", r"examples\..*", "jax", "numpy", "flax", "optax", "orbax", "matplotlib", "tqdm"),
+        (
+            r"jax_fa4(\.(benchmark|flax(\..*)?))?",
+            r"examples\..*",
+            "jax",
+            "numpy",
+            "flax",
+            "optax",
+            "orbax",
+            "matplotlib",
+            "tqdm",
+        ),
         never=DSL,
     ),
 )
