@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
-from jax_fa4.kernels.sm100.fwd.plan import NATIVE_DEPTHS, SHARE, Plan, Share, bind, choose, native
+from jax_fa4.kernels.sm100.fwd.plan import NATIVE_DEPTHS, Plan, Share, bind, choose, native
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -109,7 +109,21 @@ def test_emulated_columns_depend_on_position_only_and_spare_the_last_quarter():
     assert all(32 <= c < 96 for c in columns)
     assert replace(plan, share=Share(10, 4, 1)).emulated_columns == 24
     assert replace(plan, share=None).emulated_columns == 0
-    assert choose(problem(), "sm_103a").share is None and choose(problem()).share == SHARE
+    assert choose(problem(), "sm_103a").share is None
+
+
+@pytest.mark.parametrize(
+    ("d", "band", "most"), [(64, False, 820), (64, True, 820), (128, False, 832), (128, True, 896)]
+)
+def test_exponentials_on_mufu_take_few_enough_clocks(d, band, most):
+    """Of a 128 x 128 tile, 16 results a clock."""
+    plan = choose(problem(d, band=band))
+    assert 128 * (128 - plan.emulated_columns) / 16 <= most
+
+
+def test_the_plans_tested_are_those_chosen():
+    for name, spec, d in (("d128", {}, 128), ("d128 band", {"band": True}, 128), ("d64", {}, 64)):
+        assert PLANS[name] == choose(problem(d, **spec)), name
 
 
 def test_polynomials_are_the_fitted_ones_and_as_exact_as_stated():
@@ -136,9 +150,9 @@ def test_polynomials_are_the_fitted_ones_and_as_exact_as_stated():
 # Compiled facts ---------------------------------------------------------------------------------------------------
 
 PLANS = {
-    "d64": Plan("bfloat16", 64, 64),
-    "d64 band sinks fp16": Plan("float16", 64, 64, band=True, sinks=True),
-    "d128": Plan("bfloat16", 128, 128),
+    "d64": Plan("bfloat16", 64, 64, share=Share(8, 4, 1)),
+    "d64 band sinks fp16": Plan("float16", 64, 64, band=True, sinks=True, share=Share(8, 4, 1)),
+    "d128": Plan("bfloat16", 128, 128, share=Share(10, 4, 1)),
     "d128 band": Plan("bfloat16", 128, 128, band=True),
     "d192 128 band": Plan("bfloat16", 192, 128, band=True),
     "d72 40": Plan("bfloat16", 72, 40),

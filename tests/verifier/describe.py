@@ -11,8 +11,12 @@ ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32
 
 
 def normal(ptx: str) -> str:
-    """Drops a reuse hint that the verifier does not take; line numbers stay."""
-    return ptx.rstrip("\0").replace(".collector::a::discard", "")
+    """The same program in the words that the verifier takes; line numbers stay.
+
+    `collector` is a reuse hint. min.relu is the larger of 0 and the minimum.
+    """
+    ptx = ptx.rstrip("\0").replace(".collector::a::discard", "")
+    return re.sub(r"min\.relu\.s32\s+(%r\d+), ([^;]+);", r"min.s32 \1, \2; max.s32 \1, \1, 0;", ptx)
 
 
 def votes(ptx: str) -> list[int]:

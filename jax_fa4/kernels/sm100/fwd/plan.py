@@ -40,7 +40,7 @@ class Share(NamedTuple):
     degree: int = 4  # of the polynomial; 3 costs one FMA less and shows in the log-sum-exp
 
 
-SHARE = Share(16, 4, 1)
+SHARE = Share(16, 4, 1)  # of a plan that says nothing else
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,17 @@ def bind(plan: Plan, e: dict[str, Any], wide: Callable[[Any], Any] = int) -> tup
     )
 
 
+def share_of(depth: int, band: bool, arch: str) -> Share | None:
+    """By the counters, clocks of a 128 x 128 tile: at depth 64 the products take 512 and all exponentials on MUFU 1024,
+    with this share 768; from depth 65 on the products take 1024 or more, full 832, with a band 896. sm_103's MUFU is
+    twice as wide and needs no help."""
+    if arch == "sm_103a":
+        return None
+    if depth <= 64:
+        return Share(8, 4, 1)
+    return Share(16, 4, 1) if band else Share(10, 4, 1)
+
+
 def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     """The plan that serves this problem, or Unsupported with the argument's name and what would work."""
     spec = problem.spec
@@ -261,6 +272,6 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         problem.v,
         band=spec.band,
         sinks=spec.sinks,
-        share=None if arch == "sm_103a" else SHARE,  # MUFU is twice as wide on sm_103
+        share=share_of(problem.d, spec.band, arch),
         arch=arch,
     )
