@@ -161,8 +161,9 @@ def backward(
         cute.arch.setmaxregister_decrease(plan.registers[0])
         if warp == 0:
             load(ctx)
-        if warp == 1:
-            reduce(ctx)
+        for n in cutlass.range_constexpr(plan.reducers):
+            if warp == 1 + n:
+                reduce(ctx, n)
     else:
         cute.arch.setmaxregister_increase(plan.registers[1])
         grads(ctx)

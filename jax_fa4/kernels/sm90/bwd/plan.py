@@ -60,6 +60,7 @@ class Plan:
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
+        assert 1 <= self.parts <= 3, self.parts  # reduce warps stand beside the load warp in one warpgroup
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         least, math = self.registers
         assert 128 * (least + self.groups * math) <= REGISTER_FILE and least % 8 == math % 8 == 0, self.registers
@@ -72,6 +73,11 @@ class Plan:
     def columns(self) -> int:
         """Queries of a step whose scores one warpgroup has."""
         return self.rows // self.groups if self.split_depth else self.rows
+
+    @property
+    def reducers(self) -> int:
+        """Reduce warps. With `ordered` one for each part: a turn's way through L2 takes about as long as a step."""
+        return self.parts if self.ordered else 1
 
     @property
     def inner(self) -> int:

@@ -25,6 +25,7 @@ def await_turn(flag, rank):
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     while now != rank:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
 
 
 def rank_of(ctx, m):
@@ -35,7 +36,8 @@ def rank_of(ctx, m):
 
 
 @cute.jit
-def reduce(ctx):
+def drain(ctx, mine: cutlass.Constexpr):
+    """Adds every dQ tile, or with several reduce warps those of part `mine`, and frees its place. By one thread."""
     plan = ctx.plan
     size, nbytes = plan.rows * plan.depth, 4 * plan.rows * plan.depth
     work, turns, free = ctx.work, ctx.turns, ctx.empty["dq"]
@@ -43,8 +45,8 @@ def reduce(ctx):
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            wait(ctx.full["dq"], at)
-            if cute.arch.lane_idx() == 0:
+            if const_expr(plan.reducers == 1) or at.index == mine:
+                wait(ctx.full["dq"], at)
                 if const_expr(plan.ordered):
                     await_turn(turns + (line + m), rank_of(ctx, m))
                 add_bulk(work + (line + m) * size, ctx.part + at.index * plan.part_numbers, nbytes)
@@ -54,6 +56,15 @@ def reduce(ctx):
                 else:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(free + at.index)
-            cute.arch.sync_warp()  # the other 31 lanes wait here, not in the ring
             at = step(at, plan.parts)
     cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def reduce(ctx, mine: cutlass.Constexpr):
+    """The role of reduce warp `mine`. One thread is the role: no other lane may stand at a barrier that this one frees.
+
+    A lane that waits for a phase which another lane's arrival lets go by may miss it and wait for one that never comes.
+    """
+    if cute.arch.lane_idx() == 0:
+        drain(ctx, mine)
