@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from emulator import Launch, Pointer, PtxError, Scalar, Uninitialised, run
-from emulator.arith import bf16_to_f32
+from emulator.arith import bf16_to_f32, f32_to_bf16
 from emulator.snippets import body, module, play
 
 ADDRESS = """
@@ -307,3 +307,38 @@ def test_launches_that_do_not_fit_the_kernel():
         run(text, Launch((Scalar(1),), grid=(3, 1, 1), block=(64, 1, 1), cluster=(2, 1, 1)), {})
     with pytest.raises(ValueError, match="233472"):
         run(text, Launch((Scalar(1),), block=(64, 1, 1), shared_bytes=240000), {})
+
+
+def test_packed_sixteen_bit_arithmetic_is_rounded_once():
+    rng = np.random.default_rng(3)
+    words = [rng.standard_normal((32, 2)).astype(np.float32) for _ in range(3)]
+    packed = [f32_to_bf16(w).view(np.uint32).reshape(32) for w in words]
+    a, b, c = (bf16_to_f32(f32_to_bf16(w)) for w in words)
+    for op, exact in (
+        ("fma.rn", lambda x, y, z: x * y + z),
+        ("mul", lambda x, y, z: x * y),
+        ("add", lambda x, y, z: x + y),
+    ):
+        code = f"{op}.bf16x2 %r20, %r10, %r11{', %r12' if op == 'fma.rn' else ''};"
+        got = bf16_to_f32(lanewise(code, *packed).view(np.uint16).reshape(32, 2))
+        for i in range(32):
+            for h in range(2):
+                value = exact(*(Fraction(float(v[i, h])) for v in (a, b, c)))
+                size = abs(value)
+                exponent = size.numerator.bit_length() - size.denominator.bit_length()
+                exponent -= Fraction(2) ** exponent > size
+                want = round(value / Fraction(2) ** (exponent - 7)) * 2.0 ** (exponent - 7)
+                assert got[i, h] == want, (op, i, h)
+
+
+def test_more_bit_operations():
+    x = RNG.integers(0, 2**32, 32).astype(np.uint32)
+    y = RNG.integers(0, 2**32, 32).astype(np.uint32)
+    assert lanewise("brev.b32 %r20, %r10;", x).tolist() == [int(f"{int(v):032b}"[::-1], 2) for v in x]
+    mask = 0x1FF << 7
+    want = [(int(p) << 7 & mask) | (int(q) & ~mask & 0xFFFFFFFF) for p, q in zip(x, y, strict=True)]
+    assert lanewise("bfi.b32 %r20, %r10, %r11, 7, 9;", x, y).tolist() == want
+    wide = "mov.b64 %d5, {%r10, %r11};\n  mov.b64 %d6, {%r11, %r10};\n"
+    wide += "  mul.hi.u64 %d7, %d5, %d6;\n  cvt.u32.u64 %r20, %d7;"
+    pairs = [((int(q) << 32 | int(p)) * (int(p) << 32 | int(q)) >> 64) & 0xFFFFFFFF for p, q in zip(x, y, strict=True)]
+    assert lanewise(wide, x, y).tolist() == pairs

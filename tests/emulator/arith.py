@@ -217,3 +217,50 @@ def bfe_u32(x, at, n):
     at, n = (at & u4(255)).astype(u8), (n & u4(255)).astype(u8)
     mask = np.where(n >= 32, u8(0xFFFFFFFF), (u8(1) << np.minimum(n, u8(32))) - u8(1))
     return np.where(at < 32, (x.astype(u8) >> np.minimum(at, u8(63))) & mask, 0).astype(u4)
+
+
+def bfi(a, b, at, n):
+    """`b` with `n` bits from `at` replaced by the low bits of `a`."""
+    at, n = (at & u4(255)).astype(u8), np.minimum(n & u4(255), u4(32)).astype(u8)
+    mask = np.where(at < 32, (((u8(1) << n) - u8(1)) << np.minimum(at, u8(32))) & u8(0xFFFFFFFF), u8(0))
+    return (((a.astype(u8) << np.minimum(at, u8(32))) & mask) | (b.astype(u8) & ~mask)).astype(u4)
+
+
+def reverse_bits(x):
+    out = np.zeros_like(x)
+    for i in range(32):
+        out |= ((x >> u4(i)) & u4(1)) << u4(31 - i)
+    return out
+
+
+def mul_hi_64(a, b):
+    """High 64 bits of the 128-bit product, in Python integers: rare."""
+    a, b = np.broadcast_arrays(a, b)
+    high = [(int(x) * int(y) >> 64) & (2**64 - 1) for x, y in zip(a.ravel(), b.ravel(), strict=True)]
+    return np.array(high, u8).view(a.dtype).reshape(a.shape)
+
+
+def bf16_pair(x):
+    """(low, high) halves of packed bfloat16 as float32."""
+    return (x << u4(16)).view(f4), (x & u4(0xFFFF0000)).view(f4)
+
+
+def f16_pair(x):
+    """(low, high) halves of packed float16 as float32."""
+    halves = np.ascontiguousarray(x).view(np.float16).astype(f4)
+    return halves[..., 0::2], halves[..., 1::2]
+
+
+def fma_odd(a, b, c):
+    """a*b+c of 16-bit operands as float32 with the last bit odd when inexact: rounding it again to 16 bits is then
+    right.
+
+    The product of two 16-bit floats is exact in float32's 24 bits; only the sum can be inexact.
+    """
+    high, low = two_sum(np.multiply(a, b, dtype=f8), np.asarray(c, f8))
+    near = np.ascontiguousarray(high.astype(f4))
+    rest = (high - near.astype(f8)) + low
+    bits = near.view(i4)
+    move = np.where((rest > 0) == (near > 0), 1, -1).astype(i4)
+    change = (rest != 0) & ((bits & 1) == 0) & np.isfinite(near) & (near != 0)
+    return np.where(change, bits + move, bits).view(f4)

@@ -98,6 +98,10 @@ def _bits(t):
     for name, fn in BOOLEAN.items():
         t[f"{name}.pred"] = (fn, "pred", ("pred", "pred"))
     t["not.pred"] = (np.logical_not, "pred", ("pred",))
+    for kind in ("s64", "u64"):
+        t[f"mul.hi.{kind}"] = (nb.mul_hi_64, kind, (kind, kind))
+    t["brev.b32"] = (nb.reverse_bits, "b32", ("b32",))
+    t["bfi.b32"] = (nb.bfi, "b32", ("b32", "b32", "u32", "u32"))
     t["popc.b32"] = (nb.popc, "u32", ("b32",))
     t["clz.b32"] = (nb.clz, "u32", ("b32",))
     t["bfe.u32"] = (nb.bfe_u32, "u32", ("u32", "u32", "u32"))
@@ -106,6 +110,31 @@ def _bits(t):
     for side in "lr":
         for mode in ("wrap", "clamp"):
             t[f"shf.{side}.{mode}.b32"] = (nb.funnel(side == "l", mode == "wrap"), "b32", ("b32", "b32", "b32"))
+
+
+def _flushed(fn):
+    """Subnormal operands and results are zero."""
+    return lambda *x: nb.ftz(fn(*(nb.ftz(v) for v in x)))
+
+
+def _halves(t):
+    """Packed pairs of 16-bit floats: each half is computed in float32 or wider and rounded once."""
+    for kind, widen, narrow in (("bf16x2", nb.bf16_pair, nb.f32_to_bf16x2), ("f16x2", nb.f16_pair, nb.f32_to_f16x2)):
+
+        def both(fn, widen=widen, narrow=narrow):
+            def run(*x):
+                low, high = zip(*(widen(v) for v in x), strict=True)
+                return narrow(fn(*high), fn(*low))
+
+            return run
+
+        for name, fn in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+            t[f"{name}.{kind}"] = t[f"{name}.rn.{kind}"] = (both(fn), kind, (kind, kind))
+        t[f"fma.rn.{kind}"] = (both(nb.fma_odd), kind, (kind,) * 3)
+        t[f"max.{kind}"] = (both(np.fmax), kind, (kind, kind))
+        t[f"min.{kind}"] = (both(np.fmin), kind, (kind, kind))
+        t[f"max.NaN.{kind}"] = (both(np.maximum), kind, (kind, kind))
+        t[f"min.NaN.{kind}"] = (both(np.minimum), kind, (kind, kind))
 
 
 def _float(t):
@@ -124,14 +153,20 @@ def _float(t):
         ("bf16", "bf16", "f32"),
     )
     t["add.rn.f32.bf16"] = (lambda a, b: nb.bf16_to_f32(a) + b, "f32", ("bf16", "f32"))
+    for name, fn in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        flushed = _flushed(fn)
+        t[f"{name}.ftz.f32"] = t[f"{name}.rn.ftz.f32"] = (flushed, "f32", ("f32", "f32"))
+    t["fma.rn.ftz.f32"] = (_flushed(nb.fma32), "f32", ("f32",) * 3)
     t["neg.f32"] = (np.negative, "f32", ("f32",))
     t["abs.f32"] = (np.abs, "f32", ("f32",))
     for name, plain, strict in (("max", np.fmax, np.maximum), ("min", np.fmin, np.minimum)):
         for suffix, fn in (("f32", plain), ("NaN.f32", strict)):
             t[f"{name}.{suffix}"] = (fn, "f32", ("f32", "f32"))
             t[f"{name}.{suffix}/3"] = (lambda a, b, c, f=fn: f(f(a, b), c), "f32", ("f32",) * 3)
-    t["div.rn.f32"] = t["div.full.f32"] = (np.divide, "f32", ("f32", "f32"))
-    t["sqrt.rn.f32"] = t["sqrt.approx.ftz.f32"] = (np.sqrt, "f32", ("f32",))
+    for form in ("rn", "full", "approx", "full.ftz", "approx.ftz"):
+        t[f"div.{form}.f32"] = (np.divide, "f32", ("f32", "f32"))
+    for form in ("rn", "approx", "approx.ftz"):
+        t[f"sqrt.{form}.f32"] = (np.sqrt, "f32", ("f32",))
     for name, fn in {
         "ex2.approx.ftz": nb.ex2_ftz,
         "ex2.approx": nb.ex2,
@@ -158,6 +193,7 @@ def _table():
     _integer(t)
     _bits(t)
     _float(t)
+    _halves(t)
     t |= conversions()
     for op in [op for op in t if op.startswith("setp.")]:  # setp.lt.and.s32 p, a, b, c
         _, cmp, kind = op.split(".")

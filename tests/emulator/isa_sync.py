@@ -26,6 +26,7 @@ def mbarrier_init(program, ins):
     at, count = lane_address(program, ins.args[0], ins, True), lane_value(program, ins.args[1], "u32", ins)
 
     def run(w):
+        fresh = {}
         for lane in w.lanes():
             where, n = at(w, lane), count(w, lane)
             offset = where - w.cta.window
@@ -40,8 +41,12 @@ def mbarrier_init(program, ins):
                 continue
             if not 1 <= n < 1 << 20:
                 w.report("mbarrier", f"mbarrier.init with count {n}: must be in 1..2^20-1", ins)
+            if offset in fresh and fresh[offset] == n:  # lanes of one warp write the same: harmless
+                w.report("duplicate_issue", "several lanes initialise the same mbarrier: elect one", ins)
+                continue
             if offset in w.cta.mbarriers:
                 w.report("mbarrier", f"mbarrier at offset {offset} is initialised again", ins)
+            fresh[offset] = n
             w.cta.mbarriers[offset] = MBarrier(w.cta, offset, n)
         w.machine.events += 1
         return True

@@ -16,7 +16,8 @@ class Policy:
 
     `haste`: complete an asynchronous operation rather than run a warp. `order`: which one finishes first, "any", the
     "newest" or the "oldest". `starve`: the kind of operation that comes last. `handoff`: whoever completes a barrier's
-    phase is interrupted, and one that waited for it runs at once. `scatter`: clusters start in any order, which hardware
+    phase is interrupted, and one that waited for it runs at once. `scatter`: clusters start in any order, which
+    hardware
     does not promise either.
     """
 
@@ -103,8 +104,8 @@ class Scheduler:
             keys = engine.candidates() if len(engine) else ()
             if keys and (not ready or rng.random() < policy.haste):
                 if policy.shuffle:
-                    fed = [k for k in keys if policy.starve not in k[0]] if policy.starve else keys
-                    pick = {"newest": fed[-1:], "oldest": fed[:1]}.get(policy.order, fed) or keys
+                    fed = [k for k in keys if not policy.starve or policy.starve not in k[0]] or keys
+                    pick = {"newest": fed[-1:], "oldest": fed[:1]}.get(policy.order, fed)
                     engine.complete(rng.choice(pick))
                 else:
                     for key in keys:
