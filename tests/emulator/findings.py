@@ -53,10 +53,11 @@ class Findings:
     """Collects findings; the same kind at the same line is counted, not repeated."""
 
     table: dict = field(default_factory=dict)
+    tolerated: frozenset = frozenset()  # error kinds that count as advisory in this run
 
     def add(self, kind, message, instruction=None, where=""):
         """Report `kind`. `instruction` is a parsed instruction or None (end of kernel)."""
-        severity = KINDS[kind]
+        severity = ADVISORY if kind in self.tolerated else KINDS[kind]
         line = instruction.line if instruction is not None else 0
         key = (kind, line)
         if key in self.table:

@@ -272,11 +272,13 @@ def load(program, ins):
         if not tmem.init[where].all():
             bad = column + int(np.argmax(~tmem.init[where].all(axis=1)))
             report("uninitialised_read", f"load of tensor memory column {bad}: nobody wrote there")
+        machine.count(w, "tmem.load", 4 * WARP * len(a.lane_map))
         target = w.m[("r", "b32")]
         target[a.rows] = tmem.data[where] if early else POISON
+        if used is not None:  # hardware honours the register dependence: by its first use the load is complete
+            return True
         tmem.loads[column : column + n, quarter] += 1
         w.tmem_pending.append((tmem, None if early else (target, a.rows, where), column, n, quarter))
-        machine.count(w, "tmem.load", 4 * WARP * len(a.lane_map))
         return True
 
     return Effect(run, ins)

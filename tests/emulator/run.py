@@ -72,15 +72,16 @@ def load(ptx, entry=None):
     return cache[entry]
 
 
-def run(ptx, launch, memory, seed=0, exact=False, resident=2):
+def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=()):
     """Run one launch.
 
     ptx: module text. launch: Launch. memory: {name: array or Uninitialised}; arrays are copied, never written.
     seed: 0 quick, others adversarial. exact: the MMA's own rounding instead of float32 BLAS. resident: clusters at a
-    time.
+    time. tolerate: error kinds to report as advisory, for foreign kernels that are known right on hardware.
     """
     with np.errstate(all="ignore"):
         machine = Machine(load(ptx, launch.entry), launch, memory, seed, exact)
+        machine.findings.tolerated = frozenset(tolerate)
         deadlock = Scheduler(machine, resident).run()
         machine.finish(deadlock)
     return Report(machine.globals.outputs(), machine.findings.all(), deadlock, machine.counters)
