@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -58,6 +59,19 @@ def test_export_of_one_device(platforms):
     again = jax.export.deserialize(exported.serialize())
     close(again.call(*args), step(*args))
     assert again.platforms == platforms
+
+
+def test_one_export_for_cpu_and_a_gpu_that_is_not_here():
+    pytest.importorskip("cutlass", reason="the kernel is built here")
+    q, k, v = (jnp.ones((2, 256, n, 64), jnp.bfloat16) * x for n, x in ((4, 1.0), (2, 1.0), (2, 3.0)))
+    with jax_fa4.config(arch="sm_90a"):
+        checks = jax_fa4.export_disabled_checks()
+        exported = jax.export.export(jax.jit(causal), platforms=("cpu", "cuda"), disabled_checks=checks)(q, k, v)
+    calls = re.findall(r"stablehlo.custom_call @(\w+)", exported.mlir_module())
+    assert [name for name in calls if "Cutlass" in name] == ["CuteDSLRT_NvJaxCutlassCall_v2"]
+    again = jax.export.deserialize(exported.serialize())
+    assert set(again.platforms) == {"cpu", "cuda"}
+    close(again.call(q, k, v), jnp.full((2, 256, 4, 64), 3.0))
 
 
 def test_a_symbolic_batch_is_refused_by_jax_in_words():
