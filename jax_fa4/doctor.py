@@ -145,9 +145,7 @@ def device() -> list[Finding]:
     out = [Finding(OK, about, f"driver {found.version}: {', '.join(found.cards)}" if found else "no NVIDIA driver")]
     out.append(Finding(OK, about, f"jax runs on {jax.default_backend()}: {', '.join(map(str, jax.devices()))}"))
     if arch is None and found:
-        pinned = os.environ.get("JAX_PLATFORMS")
-        fix = f"unset JAX_PLATFORMS (it is {pinned!r})" if pinned else INSTALL_JAX
-        out.append(Finding(BROKEN, about, f"there is a GPU, but jax does not use it: {fix}"))
+        out.append(Finding(BROKEN, about, f"there is a GPU, but jax does not use it: {_why_no_gpu(found)}"))
     elif arch is None:
         out.append(Finding(NOTE, about, "no CUDA device: every call runs in XLA, kernels can be built for others"))
     elif arch not in kernels.ARCHITECTURES:
@@ -156,6 +154,20 @@ def device() -> list[Finding]:
     else:
         out.append(Finding(OK, about, f"arch {arch}"))
     return out
+
+
+def _why_no_gpu(found: Driver) -> str:
+    """What to change so that jax sees the cards."""
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        if (value := os.environ.get(name)) is not None:
+            return f"unset {name} (it is {value!r})"
+    plugins = [name for name in ("jax-cuda13-plugin", "jax-cuda12-plugin") if version_of(name)]
+    if not plugins:
+        return INSTALL_JAX
+    return (
+        f"{plugins[0]} is installed, and finds no device with driver {found.version}: CUDA 13 needs 580 or newer,"
+        ' CUDA 12 needs 525; update the driver, or pip install "jax[cuda12]" in place of cuda13'
+    )
 
 
 # ---- what launches and what holds kernels --------------------------------------------------------------------------
@@ -212,18 +224,51 @@ def stores() -> list[Finding]:
     out.append(
         Finding(OK, about, f"{store.ENV} is {named!r}" if named else f"{store.ENV} is not set: the user's cache")
     )
+    serving = 0
     for n, folder in enumerate(here.folders):
-        files = list(folder.glob("*" + store.SUFFIX))
         kind = "read and written" if folder == here.home else "read"
         if folder == here.home and not os.access(folder, os.W_OK):
             kind = "read; it cannot be written to"
-        size = sum(f.stat().st_size for f in files) / 1e6
-        out.append(Finding(OK, about, f"{n + 1}. {folder}: {len(files)} entries, {size:.1f} MB, trusted, {kind}"))
+        e = entries(folder, here)
+        text = f"{e.files} entries, {e.bytes / 1e6:.1f} MB, {e.serving} for this machine, trusted, {kind}"
+        out.append(Finding(OK, about, f"{n + 1}. {folder}: {text}"))
+        if e.damaged:
+            out.append(Finding(NOTE, about, f"{e.damaged} entries there are damaged and not used: delete them"))
+        serving += e.serving
     out += [Finding(BROKEN, about, f"{w.message}") for w in caught]
     fix = "fill it again with this version (python -m jax_fa4 precompile), or pip install the version that filled it"
-    needed = kernel_arch() is not None and not has_compiler()
-    out += [Finding(BROKEN if needed else NOTE, about, f"{text}: {fix}") for text in here.mismatches()]
+    out += [Finding(NOTE, about, f"{text}: {fix}") for text in here.mismatches()]
+    if kernel_arch() and not has_compiler() and not serving:
+        text = f"no kernel for {kernel_arch()} in any store, and no compiler: calls fail. {COMPILE}; or call with"
+        out.append(Finding(BROKEN, about, f"{text} implementation='xla'"))
     return out
+
+
+class Entries(NamedTuple):
+    """What a store's folder holds."""
+
+    files: int
+    bytes: int
+    serving: int  # of this version, for this host and this device (any, where there is none)
+    damaged: int
+
+
+def entries(folder: Path, here: Any) -> Entries:
+    from jax_fa4.ffi import artifact, store
+
+    serving = damaged = size = 0
+    files = list(folder.glob("*" + store.SUFFIX))
+    for file in files:
+        try:
+            data = file.read_bytes()
+            found = artifact.Artifact.from_bytes(data)
+        except (OSError, artifact.CorruptArtifact):
+            damaged += 1
+            continue
+        size += len(data)
+        ours = (found.versions, found.host_target) == (here.versions, here.host_target)
+        serving += ours and found.arch in (primitives.device_arch() or found.arch,)
+    return Entries(len(files), size, serving, damaged)
 
 
 # ---- typical calls -------------------------------------------------------------------------------------------------
@@ -270,49 +315,71 @@ def _elsewhere(problem: Problem) -> str:
 
 
 def _taken(problem: Problem, arch: str, word: str) -> Finding:
-    from jax_fa4.ffi import store
-
     try:
         plan = kernels.select(problem, arch)
     except Unsupported as reason:
         return Finding(OK, "calls", f"  {word} xla: {reason}")
-    if store.default_store().find(plan) is not None:
+    if in_store(plan):
         return Finding(OK, "calls", f"  {word} kernel for {arch}, in the store")
     if has_compiler():
         return Finding(OK, "calls", f"  {word} kernel for {arch}, built at the first call (seconds)")
-    text = f"  {word} fails: the kernel for {arch} is in no store, and there is no compiler. {COMPILE}; or call with"
-    return Finding(BROKEN, "calls", f"{text} implementation='xla'")
+    return Finding(
+        NOTE, "calls", f"  {word} would fail: its kernel for {arch} is in no store, and there is no compiler"
+    )
+
+
+def in_store(plan: Any) -> bool:
+    from jax_fa4.ffi import store
+
+    return store.default_store().find(plan) is not None
 
 
 # ---- self-test -----------------------------------------------------------------------------------------------------
 
-SHAPE = {"b": 2, "t": 48, "s": 48, "n": 4, "k": 2, "d": 64}
+DEPTHS = (64, 128, 192, 256, 96)  # the first whose kernels are to be had
+SHAPE = {"b": 2, "t": 48, "s": 48, "n": 4, "k": 2}
 FLOOR = 1e-3  # relative L2: differences of this size are rounding, whatever the unfused computation's error is
 CEILING = 0.02  # and what no rounding of bfloat16 reaches here, should the unfused computation itself be wrong
 
 
 def self_test() -> list[Finding]:
     """A small causal forward and backward against a dense computation in float64 on the host."""
-    rng = np.random.default_rng(0)
-    s = SHAPE
+    rng, s, found = np.random.default_rng(0), SHAPE, []
+    depth = tested_depth()
+    if depth is None:
+        text = f"kernels are not tested: those of causal bfloat16 D{', D'.join(map(str, DEPTHS))} are in no store"
+        found.append(Finding(NOTE, "self-test", text))
+    d = depth or DEPTHS[0]
     shapes = {
-        "query": (s["b"], s["t"], s["n"], s["d"]),
-        "key": (s["b"], s["s"], s["k"], s["d"]),
-        "value": (s["b"], s["s"], s["k"], s["d"]),
-        "dout": (s["b"], s["t"], s["n"], s["d"]),
+        "query": (s["b"], s["t"], s["n"], d),
+        "key": (s["b"], s["s"], s["k"], d),
+        "value": (s["b"], s["s"], s["k"], d),
+        "dout": (s["b"], s["t"], s["n"], d),
     }
     rounded = {n: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for n, shape in shapes.items()}
-    exact = [np.asarray(x, np.float64) for x in rounded.values()]
-    want = dense(*exact)
-    allowed = [
-        min(2 * distance(a, b) + FLOOR, CEILING)
-        for a, b in zip(_passes(_unfused, *rounded.values()), want, strict=True)
-    ]
-    found = []
-    for implementation in (None, "xla") if kernel_arch() else (None,):
+    want = dense(*(np.asarray(x, np.float64) for x in rounded.values()))
+    yardstick = _passes(_unfused, *rounded.values())
+    allowed = [min(2 * distance(a, b) + FLOOR, CEILING) for a, b in zip(yardstick, want, strict=True)]
+    for implementation in [None] * (depth is not None) + ["xla"] * (kernel_arch() is not None):
         call = functools.partial(attention, is_causal=True, implementation=implementation)
         found += guarded("self-test", functools.partial(_judged, call, rounded, want, allowed))
     return found
+
+
+def tested_depth() -> int | None:
+    """The first depth whose kernels are to be had here, if kernels run here; else any will do."""
+    arch = kernel_arch()
+    if arch is None or has_compiler():
+        return DEPTHS[0]
+    for d in DEPTHS:
+        problem = Problem(AttentionSpec(band=True), *SHAPE.values(), d, d)
+        plans = []
+        for one in (problem, problem.backward()):
+            with suppress(Unsupported):
+                plans.append(kernels.select(one, arch))
+        if plans and all(in_store(plan) for plan in plans):
+            return d
+    return None
 
 
 def _judged(call: Any, given: dict[str, Any], want: Any, allowed: list[float]) -> list[Finding]:

@@ -59,7 +59,7 @@ def precompile(
     Args:
       problems_or_fn: a JAX function, traced with `args` (arrays or `jax.ShapeDtypeStruct`s) as `jax.jit` would; its
         attention calls are collected. A function that does not differentiate has no backward pass: give the training
-        step or `jax.grad(loss)`. Or a `spec.Problem`, or several.
+        step or `jax.grad(loss)`. An nnx module is one of `args`, not closed over. Or a `spec.Problem`, or several.
       archs: "sm_90a", "sm_100a", or several.
       store: a `Store`, a folder, or None for this process's (JAX_FA4_STORE, else the user's cache folder). What it has
         is not built again. For other hosts than this one's architecture: `Store([folder], host_target=...)`.

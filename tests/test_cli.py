@@ -287,6 +287,31 @@ def test_the_export_checks_are_public():
     ]
 
 
+def test_the_kernels_of_flax_models_are_found():
+    from flax import linen, nnx
+
+    from jax_fa4.flax import linen as ours_linen
+    from jax_fa4.flax import nnx as ours_nnx
+
+    x = jnp.ones((2, 16, 32), jnp.bfloat16)
+    options = {"num_heads": 4, "is_causal": True, "dtype": jnp.bfloat16}
+
+    class Stack(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return ours_linen.MultiHeadAttention(**options)(linen.remat(ours_linen.MultiHeadAttention)(**options)(x))
+
+    model = Stack()
+    params = model.init(jax.random.key(0), x)
+    calls = traced.calls_in(jax.grad(lambda p, x: model.apply(p, x).astype(jnp.float32).sum()), params, x)
+    assert sorted(c.problem.direction for c in calls) == ["bwd"] * 2 + ["fwd"] * 3  # one forward is done again
+    assert {(c.problem.d, c.problem.spec.band) for c in calls} == {(8, True)}
+
+    layer = ours_nnx.MultiHeadAttention(in_features=32, decode=False, rngs=nnx.Rngs(0), **options)
+    step = nnx.jit(nnx.value_and_grad(lambda layer, x: layer(x).astype(jnp.float32).sum()))
+    assert [c.problem.direction for c in traced.calls_in(step, layer, x)] == ["fwd", "bwd"]
+
+
 def test_arrays_serve_as_shapes():
     (call,) = traced.calls_in(attend, np.zeros((2, 32, 4, 64), np.float16))
     assert call.problem.dtype == "float16"

@@ -16,6 +16,7 @@ from store_fakes import fake_build
 from jax_fa4 import doctor, kernels, primitives
 from jax_fa4.api import attention
 from jax_fa4.ffi import runtime, store
+from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
 ROOT = Path(__file__).resolve().parent.parent
 REMEDY = re.compile(r"pip (un)?install|unset |set JAX_FA4|chmod|implementation='xla'")
@@ -81,10 +82,17 @@ def test_a_check_that_fails_is_a_finding():
 def test_a_gpu_that_jax_does_not_use(hopper, monkeypatch):
     assert broken(doctor.device()) == []
     monkeypatch.setattr(primitives, "device_arch", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert "unset JAX_PLATFORMS (it is 'cpu')" in broken(doctor.device())[0]
     monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "unset CUDA_VISIBLE_DEVICES (it is '')" in broken(doctor.device())[0]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
     assert 'pip install "jax_fa4[cuda13]"' in broken(doctor.device())[0]
+    monkeypatch.setattr(doctor, "version_of", lambda name: "0.11.2" if name == "jax-cuda13-plugin" else None)
+    assert "with driver 580.159: CUDA 13 needs 580" in broken(doctor.device())[0]
 
 
 def test_a_card_without_kernels_is_no_fault(hopper, monkeypatch):
@@ -122,11 +130,39 @@ def test_kernels_of_the_store_serve_without_a_compiler(hopper, monkeypatch, tmp_
     plan = kernels.select(problem, "sm_90a")
     assert "built at the first call" in doctor._taken(problem, "sm_90a", "forward").text
     monkeypatch.setattr(doctor, "has_compiler", lambda: False)
-    text = broken([doctor._taken(problem, "sm_90a", "forward")])[0]
-    assert "in no store" in text and "JAX_FA4_STORE" in text
+    assert "would fail" in doctor._taken(problem, "sm_90a", "forward").text
+    text = broken(doctor.stores())[0]
+    assert "no kernel for sm_90a in any store" in text and "JAX_FA4_STORE" in text
     store.Store([tmp_path / "kernels"]).get(plan, build=fake_build)
+    assert broken(doctor.stores()) == []
     finding = doctor._taken(problem, "sm_90a", "forward")
     assert finding.level == doctor.OK and "in the store" in finding.text
+    monkeypatch.setattr(primitives, "device_arch", lambda: "sm_100a")  # the kernels there are another card's
+    monkeypatch.setattr(doctor, "kernel_arch", lambda: "sm_100a")
+    assert "no kernel for sm_100a in any store" in broken(doctor.stores())[0]
+
+
+def test_the_self_test_takes_kernels_that_are_there(hopper, monkeypatch, tmp_path):
+    assert doctor.tested_depth() == doctor.DEPTHS[0]
+    monkeypatch.setattr(doctor, "has_compiler", lambda: False)
+    assert doctor.tested_depth() is None
+    note, xla = doctor.self_test()
+    assert note.level == doctor.NOTE and "not tested" in note.text and xla.text.startswith("implementation='xla'")
+    problem = Problem(AttentionSpec(band=True), **doctor.SHAPE, d=128, v=128)
+    forward = kernels.select(problem, "sm_90a")
+    store.Store([tmp_path / "kernels"]).get(forward, build=fake_build)
+    real = kernels.select
+
+    def forward_only(problem, arch):
+        if problem.direction == "bwd":
+            raise Unsupported("no backward")
+        return real(problem, arch)
+
+    monkeypatch.setattr(kernels, "select", forward_only)
+    assert doctor.tested_depth() == 128
+    monkeypatch.setattr(kernels, "select", lambda p, a: (forward, "a backward that is not there")[p.direction == "bwd"])
+    monkeypatch.setattr(doctor, "in_store", lambda plan: plan is forward)
+    assert doctor.tested_depth() is None
 
 
 def test_every_typical_call_has_a_reason(hopper):
@@ -142,7 +178,9 @@ def test_stores(hopper, monkeypatch, tmp_path):
     folder = tmp_path / "kernels"
     assert broken(doctor.stores()) == []
     store.Store([folder]).get(kernels.select(doctor.TYPICAL["float16 D64 full"], "sm_90a"), build=fake_build)
-    assert any("1 entries, 0.0 MB, trusted, read and written" in f.text for f in doctor.stores())
+    assert any("1 entries, 0.0 MB, 1 for this machine, trusted, read and" in f.text for f in doctor.stores())
+    (folder / "0123.fa4").write_bytes(b"damaged")
+    assert any(f.level == doctor.NOTE and "1 entries there are damaged" in f.text for f in doctor.stores())
     folder.chmod(0o777)
     assert "run chmod go-w on it" in broken(doctor.stores())[0]
 
@@ -155,8 +193,9 @@ def test_a_bundle_of_another_version(hopper, monkeypatch, tmp_path):
     bundle.write_manifest(other)
     assert broken(doctor.stores()) == []  # the compiler builds what is missing
     monkeypatch.setattr(doctor, "has_compiler", lambda: False)
-    text = broken(doctor.stores() + doctor.compiler())[0]
-    assert "another jax_fa4 0.0.1" in text and "precompile" in text
+    notes = [f.text for f in doctor.stores() if f.level == doctor.NOTE]
+    assert "another jax_fa4 0.0.1" in notes[0] and "precompile" in notes[0]
+    assert "in any store" in broken(doctor.stores() + doctor.compiler())[0]
 
 
 # ---- self-test -------------------------------------------------------------------------------------------------------
