@@ -109,6 +109,12 @@ CASES = {
     "MMA result read before the commit": Case(
         "mma", "race", "DONE:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r10+8], 0;\n  @!%p1 bra DONE;\n", ""
     ),
+    "accumulator written after the fence": Case(
+        "wgmma",
+        "wgmma_divergent",
+        "  setp.ne.b32 %p2, %r217, 0;\n",
+        "  setp.ne.b32 %p2, %r217, 0;\n  mov.b32 %r40, 0;\n",
+    ),
     "wgmma without its fence": Case("wgmma", "wgmma_divergent", "  wgmma.fence.sync.aligned;\n", ""),
     "wgmma result read before the wait": Case("wgmma", "unfinished", "  wgmma.wait_group.sync.aligned 0;\n", ""),
 }

@@ -10,7 +10,7 @@ from . import tensor
 from .effects import Effect, effect, lane_value, strict
 from .engine import Operation
 from .isa_sync import converged
-from .parse import Imm, Vec
+from .parse import Imm, Reg, Vec
 
 GROUP_WARPS, WARP = 4, 32
 SWIZZLE = {0: "none", 1: "128B", 2: "64B", 3: "32B"}
@@ -130,6 +130,28 @@ def wait(program, ins):
     return Effect(run, ins, blocking=True)
 
 
+def unfenced_write(program, ins):
+    """The last instruction that writes a register of this wgmma after the wgmma.fence before it, or None.
+
+    Straight-line code only: the search ends at a label or branch.
+    """
+    code = program.kernel.instructions
+    at = next(i for i, other in enumerate(code) if other is ins)
+    mine = {(r.cls, r.index) for a in ins.args[:2] if isinstance(a, Vec) for r in a.items}
+    targets = {c.target for c in code if c.target is not None}
+    for i in range(at - 1, -1, -1):
+        other = code[i]
+        if i + 1 in targets or other.parts[0] in ("bra", "ret", "exit") or other.op.startswith("wgmma.fence"):
+            return None
+        if other.parts[0] in ("wgmma", "st", "stmatrix", "red", "bar", "mbarrier", "fence", "cp") or not other.args:
+            continue
+        first = other.args[0]
+        written = first.items if isinstance(first, Vec) else (first,)
+        if any(isinstance(r, Reg) and (r.cls, r.index) in mine for r in written):
+            return other
+    return None
+
+
 _FORM = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16\.bf16|f16\.f16)$")
 
 
@@ -153,6 +175,7 @@ def mma(program, ins):
     read_a = None if from_registers else lane_value(program, a, "b64", ins)
     read_b = lane_value(program, b, "b64", ins)
     read_scale = lane_value(program, scale, "pred", ins)
+    written = unfenced_write(program, ins)
     cycles = 2 * 64 * n * 16 / RATE
     smem = (0 if from_registers else 64 * 16 * 2) + n * 16 * 2
 
@@ -161,6 +184,8 @@ def mma(program, ins):
         wg, first = group_of(w)
         report, machine = w.reporter(ins), w.machine
         lane = w.lead
+        if written is not None:
+            report("wgmma_divergent", f"line {written.line} writes a register of this wgmma after the last wgmma.fence")
         key = (ins.line, None if from_registers else read_a(w, lane), read_b(w, lane), bool(read_scale(w, lane)))
         warp = w.warp - first
         if not wg.fenced[warp]:
