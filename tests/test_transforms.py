@@ -122,6 +122,10 @@ def test_row36_lengths_given_or_left_out_under_vmap():
         def f(q: Any, k: Any, v: Any, dout: Any, n: Any, name: str = name) -> Any:
             return pullback(q, k, v, dout, f=partial(causal, **{name: n}, causal_alignment="bottom_right"))
 
+        for i, n in enumerate(lengths):  # the loop itself against the dense formula
+            options = {"is_causal": True, "causal_alignment": "bottom_right", name: n}
+            q, k, v, dout = (x[i] for x in args)
+            close(f(q, k, v, dout, n)[0], dense.attention(q, k, v, options, jnp.float32)[0])
         close(jax.jit(jax.vmap(f))(*args, lengths), loop(f, (0,) * 5, *args, lengths))
         close(
             jax.jit(jax.vmap(f, (0, 0, 0, 0, None)))(*args, lengths[0]), loop(f, (0, 0, 0, 0, None), *args, lengths[0])
@@ -250,6 +254,9 @@ def test_row32_forward_mode_and_second_derivatives_are_refused_in_words():
             second(q)
     with pytest.raises(TypeError, match=r"second derivative.*not offered"):
         jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))(q)
+    out, pull = jax.vjp(causal, q, k, v)
+    with pytest.raises(TypeError, match=r"jax_fa4: a second derivative.*not offered"):  # by the cotangent alone
+        jax.grad(lambda dout: jnp.sum(pull(dout)[0] ** 2))(out)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
