@@ -1,0 +1,161 @@
+"""Hopper backward objects: facts of their builds, and their numbers and protocol in the emulator, without a GPU.
+
+The three kernels of a call run one after the other from their PTX and what bind says. Inputs past every length are NaN,
+results and scratch start as poison, schedules are adversarial where a seed is given.
+"""
+
+import functools
+import importlib.util
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compare import Result, check, oracle
+from emulated import raw, value_operands
+from emulator import Uninitialised, run
+from launch import launches, to_emulator
+from problems import BY_NAME, DTYPES, Case, inputs
+
+from jax_fa4.kernels import select
+from jax_fa4.kernels.sm90.bwd.plan import bind
+from jax_fa4.spec import Problem
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
+
+
+@functools.cache
+def built(plan):
+    from jax_fa4.ffi.compile import build
+
+    return build(plan, keep_ptx=True)
+
+
+def plan_of(case, dtype="bfloat16", **fields):
+    spec = replace(case.spec, deterministic=fields.pop("deterministic", False))
+    problem = Problem(spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype, "bwd")
+    return replace(select(problem, "sm_90a"), **fields)
+
+
+def operands(plan, case, inp):
+    """By buffer name. out and lse are the exact ones, rounded; NaN wherever a length says that nothing is there."""
+    q_len, kv_len = case.lengths
+    exact, _ = oracle(case, inp)
+    made = {"q": inp.query, "k": inp.key, "v": inp.value, "out": exact.out, "dout": inp.dout}
+    made = {name: x.copy() for name, x in made.items()}
+    lse, dlse = exact.lse.copy(), inp.dlse.copy()
+    for b in range(case.b):
+        for name, x in made.items():
+            x[b, (kv_len if name in ("k", "v") else q_len)[b] :] = np.nan
+        lse[b, :, q_len[b] :] = dlse[b, :, q_len[b] :] = np.nan
+    made = {name: raw(x, plan.dtype) for name, x in made.items()}
+    ints, floats = value_operands(case)
+    made |= {"lse": lse.astype(np.float32), "dlse": dlse.astype(np.float32), "ints": ints, "floats": floats}
+    return made | {"q_segments": inp.q_segments, "kv_segments": inp.kv_segments}
+
+
+def backward(plan, case, seed=0, edit=lambda ptx: ptx, **how):
+    """(inputs, Result with dq, dk, dv, buffers after the call); every launch must end without a finding."""
+    inp = inputs(case, plan.dtype)
+    given = operands(plan, case, inp)
+    memory = {b.name: given[b.name] for b in plan.inputs}
+    shapes = {"B": case.b, "T": case.t, "S": case.s, "N": case.n, "K": case.k}
+    e = plan.extents(shapes)
+    half = raw(np.zeros(0), plan.dtype).dtype
+    kinds = {plan.dtype: half, "float32": np.dtype(np.float32), "int32": np.dtype(np.int32)}
+    memory |= {b.name: Uninitialised(b.sized(e), kinds[b.dtype]) for b in plan.outputs}
+    for launch in launches(plan, bind, shapes, edit(built(plan).ptx)):
+        report = run(launch.ptx, to_emulator(launch), memory, seed=seed, **how).check()
+        memory |= {b.name: report.outputs[b.name] for b in plan.outputs}
+    got = {}
+    for name in ("dq", "dk", "dv"):
+        got[name] = (memory[name].view(DTYPES[plan.dtype]) if half == np.uint16 else memory[name]).astype(np.float64)
+    return inp, Result(*[got.get(name) for name in Result._fields]), memory
+
+
+def passes(case, dtype="bfloat16", seed=0, resident=2, **fields):
+    plan = plan_of(case, dtype, **fields)
+    inp, got, memory = backward(plan, case, seed, resident=resident)
+    check(got, case, inp, dtype)
+    for b, (q_len, kv_len) in enumerate(zip(*case.lengths, strict=True)):
+        assert (got.dq[b, q_len:] == 0).all() and (got.dk[b, kv_len:] == 0).all() and (got.dv[b, kv_len:] == 0).all()
+    return plan, memory
+
+
+# Few plans (each is a compile), many problems.
+SAME_PLANS = [
+    "len_1x1", "len_127x129", "len_1x300", "heads_7_1", "causal_129x127", "bottom_200x1", "window_17_5", "window_0_0",
+    "window_left", "window_right", "window_far", "lengths", "lengths_zero", "lengths_bottom", "lengths_window",
+    "scale_large",
+]  # fmt: skip
+OTHERS = [
+    Case("d128_causal", b=1, t=130, s=200, n=2, k=1, d=128, causal=True, kv_lens=(170,), q_lens=(100,)),
+    Case("d192_128", b=1, t=100, s=150, n=1, k=1, d=192, v=128, kv_lens=(130,)),
+    Case("d256_causal", b=1, t=100, s=140, n=2, k=1, d=256, causal=True),
+    Case("d72_40", b=1, t=130, s=150, n=1, k=1, d=72, v=40, q_lens=(125,)),
+]
+EVERYTHING = Case(
+    "all_kinds", b=2, t=150, s=300, n=4, k=2, d=64, window=(150, 20), bottom_right=True, q_lens=(150, 90),
+    kv_lens=(300, 170), scale=0.2, soft_cap=4.0, segments=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_PLANS)
+def test_backward_is_the_derivative(name):
+    passes(BY_NAME[name])
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
+def test_backward_at_other_depths(case):
+    passes(case)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_kind_together_in_any_schedule(seed):
+    passes(EVERYTHING, "float16", seed=seed)
+
+
+# A key tile that no query sees, last in a partial query tile, once waited there for a turn of -1.
+WINDOWED = Case("windowed", b=1, t=200, s=500, n=2, k=1, d=64, window=(100, 20))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("case", [WINDOWED, replace(WINDOWED, name="full", t=130, s=300, window=(None, None))])
+def test_ordered_takes_every_turn_once(case, seed):
+    """However many CTAs are resident, and in whatever order they run."""
+    if case.name == "full":
+        case = replace(case, window=(10**6, 10**6))  # as a value, so that the plan is the windowed one's
+    plan, memory = passes(case, deterministic=True, seed=seed, resident=1 + seed)
+    assert plan.ordered
+    visits = np.zeros(memory["turns"].shape[-1], int)
+    see = oracle_visible(case)
+    for m in range(visits.size):
+        rows = see[m * plan.rows : (m + 1) * plan.rows]
+        visits[m] = sum(rows[:, n : n + plan.keys].any() for n in range(0, case.s, plan.keys))
+    assert (memory["turns"] == visits).all()
+    assert memory["tickets"] == -(-case.s // plan.keys) * case.k * case.b
+
+
+def oracle_visible(case):
+    """bool [T, S] of the first head of the first example."""
+    from compare import visibility
+
+    return visibility(case, inputs(case, "float64"))[0, 0]
+
+
+def test_builds_without_spills_and_bulk_copies_are_elected():
+    """Of every plan that the tests above have built; ptxas' word that wgmma runs unserialised is the builder's rule."""
+    plans = [plan_of(BY_NAME["len_1x1"]), plan_of(BY_NAME["causal_1000"]), *map(plan_of, OTHERS)]
+    plans += [plan_of(EVERYTHING, "float16"), plan_of(WINDOWED, deterministic=True)]
+    for plan in plans:
+        made = built(plan)
+        assert made.facts.spills == 0 and made.facts.serialised == () and len(made.facts.kernels) == 3
+        assert all(k.stack == 0 for k in made.facts.kernels)
+        lines = [line.strip() for line in made.ptx.splitlines()]
+        copies = [i for i, line in enumerate(lines) if re.match(r"cp\.async\.bulk\.(tensor|shared)", line)]
+        assert copies
+        for i in copies:
+            back = next(line for line in reversed(lines[:i]) if line.startswith(("elect.sync", "$L__", "bar.", "ret")))
+            assert back.startswith("elect.sync"), lines[i - 12 : i + 1]
+        counted = {int(x) for x in re.findall(r"cp\.reduce\.async\.bulk\S+ \S+, \S+, (\w+);", made.ptx) if x.isdigit()}
+        assert counted <= {4 * plan.rows * plan.depth}

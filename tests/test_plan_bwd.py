@@ -1,0 +1,207 @@
+"""The Hopper backward as data, no compiler: visits and turns against mask.visible, launches on ints, forms by depth."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels import select
+from jax_fa4.kernels.common.parts import SMEM_LIMIT
+from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up, work_item
+from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, turn
+from jax_fa4.mask import UNBOUNDED, Band, visible
+from jax_fa4.spec import AttentionSpec, Problem, Unsupported
+
+SIZES = ((4, 8), (4, 4))  # (queries, keys): small twins of real tiles, so that brute force can see all pairs
+SIDES = st.sampled_from((0, 1, 2, 5, 9, UNBOUNDED))
+
+
+def problem(d, v=None, dtype="bfloat16", n=4, k=2, **spec):
+    return Problem(AttentionSpec(**spec), 2, 200, 333, n, k, d, v or d, dtype, "bwd")
+
+
+@st.composite
+def bands(draw):
+    """(T, S, Band) with lengths, windows and offsets of every sign."""
+    t, s = draw(st.integers(1, 25)), draw(st.integers(1, 33))
+    q_len, kv_len = draw(st.integers(0, t)), draw(st.integers(0, s))
+    offset = draw(st.sampled_from((0, kv_len - q_len, draw(st.integers(-25, 25)))))
+    return t, s, Band(draw(SIDES), draw(SIDES), offset, q_len, kv_len)
+
+
+def visits_of(t, s, size, band, banded):
+    """{key tile: range of query tiles}, as the kernel walks them."""
+    return {n: range(*query_tiles(n, size, band, banded)) for n in range(up(s, size[1]))}
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(bands(), st.sampled_from(SIZES))
+def test_a_key_tile_visits_the_query_tiles_that_see_it_and_no_other(case, size):
+    t, s, band = case
+    rows, keys = size
+    pairs = {(i, j) for i, j in itertools.product(range(t), range(s)) if visible(i, j, band)}
+    wanted = {(i // rows, j // keys) for i, j in pairs}
+    banded = min(band.left, band.right) < UNBOUNDED
+    for flag in {banded, True}:
+        found = {(m, n) for n, steps in visits_of(t, s, size, band, flag).items() for m in steps}
+        assert found == wanted, (case, size, flag)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(bands(), st.sampled_from(SIZES))
+def test_turns_are_counted_from_0_without_a_gap(case, size):
+    t, s, band = case
+    banded = min(band.left, band.right) < UNBOUNDED
+    ranks = {m: [] for m in range(up(t, size[0]))}
+    for n, steps in visits_of(t, s, size, band, banded).items():
+        for m in steps:
+            _, last = key_tiles(m, size, band, banded)
+            ranks[m].append(turn(None, n, last))
+    for m, found in ranks.items():
+        assert sorted(found) == list(range(len(found))), (case, m, found)
+        assert found == sorted(found, reverse=True), "the last keys come first"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(bands(), st.sampled_from(SIZES), st.integers(1, 5), st.randoms(use_true_random=False), st.integers(1, 2))
+def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers):
+    """CTAs start in the order of tickets, each runs on when its turn has come; `reducers` tiles may wait at once."""
+    t, s, band = case
+    banded = min(band.left, band.right) < UNBOUNDED
+    tiles, heads = up(s, size[1]), 2
+    visits = visits_of(t, s, size, band, banded)
+    turns = {}
+    waiting = [work_item(i, tiles, heads, True) for i in range(tiles * heads)]
+    running = []
+    while waiting or running:
+        while waiting and len(running) < resident:
+            tile, head, _ = waiting.pop(0)
+            running.append((tile, head, list(visits[tile])))
+        rng.shuffle(running)
+        moved = False
+        for item in list(running):
+            tile, head, left = item
+            for m in left[:reducers]:
+                if turns.get((head, m), 0) == turn(None, tile, key_tiles(m, size, band, banded)[1]):
+                    turns[head, m] = turns.get((head, m), 0) + 1
+                    left.remove(m)
+                    moved = True
+                    break
+            if not left:
+                running.remove(item)
+                moved = True
+        assert moved, (case, size, running, turns)
+
+
+DEPTHS = [(d, v) for d in range(8, 257, 8) for v in (d, 8, 64, 128, 200, 256)] + [(192, 128)]
+
+
+@pytest.mark.parametrize("more", [{}, {"segments": True, "soft_cap": True, "band": True, "deterministic": True}])
+def test_every_depth_has_a_form_that_fits(more):
+    for d, v in DEPTHS:
+        plan = select(problem(d, v, **more), "sm_90a")
+        assert plan.smem <= SMEM_LIMIT and plan.direction == "bwd"
+        inner, inner_value = plan.inner, plan.inner_value
+        assert inner - d < 64 and inner_value - v < 64
+        warpgroups_of = plan.groups if plan.split_depth else 1
+        # dK, dV, dQ and the 16-bit P and dS of a math thread are alive together; 32 more were enough so far.
+        held = (inner + inner_value) // 2 // warpgroups_of + plan.rows * inner // (128 * plan.groups)
+        assert held + plan.columns // 2 + 32 <= plan.registers[1], (d, v, held)
+        for name in ("q", "k", "dout"):
+            shared = plan.groups if plan.split_depth or name == "k" else 1
+            assert plan.depth_of(name) // shared % (plan.swizzle_of(name) // 2) == 0, (d, v, name)
+
+
+def test_shared_memory_is_the_sum_of_its_places():
+    plan = select(problem(128), "sm_90a")
+    tiles = 2 * 128 * 128 * 2 + 2 * 2 * (64 * 128) * 2  # K and V; Q and dO twice
+    assert plan.smem == tiles + 2 * 2 * 128 * 64 + 2 * 4 * 64 * 128 + 2 * 512 + 8 * (1 + 1 + 4 + 4 + 4)
+    plan = select(problem(256), "sm_90a")
+    tiles = 2 * 64 * 256 * 2 + 2 * 64 * 256 * 2
+    assert plan.smem == tiles + 2 * 2 * 2 * 64 * 64 + 4 * 64 * 256 + 512 + 8 * (1 + 1 + 2 + 2 + 2)
+    more = select(problem(128, segments=True, deterministic=True), "sm_90a")
+    assert more.smem == select(problem(128), "sm_90a").smem + 16 * 12 + 4
+
+
+def test_rings_count_arrivals_and_bytes():
+    plan = select(problem(192, 128), "sm_90a")
+    assert plan.split_depth and plan.keys == 64 and plan.columns == 32
+    by_name = {r.name: tuple(r)[1:] for r in plan.rings}
+    assert by_name == {
+        "k": ("load", "math", 1, 1, 0, 64 * 192 * 2),
+        "v": ("load", "math", 1, 1, 0, 64 * 128 * 2),
+        "q": ("load", "math", 2, 1, 8, 64 * 192 * 2 + 2 * 64 * 4),
+        "dout": ("load", "math", 2, 1, 8, 64 * 128 * 2),
+        "dq": ("math", "reduce", 1, 8, 1, 0),
+    }
+
+
+def test_boxes_carry_what_the_rings_count():
+    for d, v in ((64, 64), (72, 72), (96, 96), (192, 128), (8, 200), (256, 256), (136, 136)):
+        plan = select(problem(d, v), "sm_90a")
+        _, main, _ = bind(plan, plan.extents({"B": 2, "T": 200, "S": 333, "N": 4, "K": 2}))
+        bytes_of = {r.name: r.bytes for r in plan.rings}
+        bytes_of["q"] -= 8 * plan.rows  # the statistics come by a plain bulk copy
+        for m in main.descriptors:
+            rows, columns = m.box
+            assert rows <= 256 and 2 * columns % m.swizzle == 0
+            assert m.dims[1] <= columns == native(m.dims[1])
+            assert rows * columns * 2 == bytes_of[m.tensor.removeprefix("d") if m.store else m.tensor]
+            assert all(2 * s % 16 == 0 for i, s in enumerate(m.strides) if i != 1)
+
+
+def test_a_launch_on_ints():
+    plan = select(problem(72, 40, band=True, segments=True, deterministic=True), "sm_90a")
+    e = plan.extents({"B": 3, "T": 200, "S": 333, "N": 6, "K": 2})
+    assert e["I"] == VALUES.example(3) and e["M"] == 4
+    pre, main, post = bind(plan, e)
+    assert [k.name for k in (pre, main, post)] == ["bwd_pre", "backward", "bwd_post"]
+    assert (pre.grid, main.grid, post.grid) == ((4 * 6 * 3, 1, 1), (3 * 2 * 3, 1, 1), (4 * 6 * 3, 1, 1))
+    assert main.block == 384 and main.smem == plan.smem
+    k, v, dk, dv, q, dout = main.descriptors
+    assert k[:5] == ("k", (333, 72, 2, 3), (2 * 72, 1, 72, 333 * 2 * 72), (128, 128), False)
+    assert dv[:5] == ("dv", (333, 40, 2, 3), (2 * 40, 1, 40, 333 * 2 * 40), (128, 64), True)
+    assert q[:5] == ("q", (200, 72, 6, 3), (6 * 72, 1, 72, 200 * 6 * 72), (64, 128), False)
+    assert dout[:5] == ("dout", (200, 40, 6, 3), (6 * 40, 1, 40, 200 * 6 * 40), (64, 64), False)
+    assert (v.tensor, dk.tensor, v.box) == ("v", "dk", (128, 64))
+    assert main.pointers == ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
+    names = [b.name for b in plan.inputs]
+    assert names == ["q", "k", "v", "out", "dout", "lse", "dlse", "ints", "floats", "q_segments", "kv_segments"]
+    sized = {b.name: b.sized(e) for b in plan.outputs}
+    assert sized == {
+        "dq": (3, 200, 6, 72), "dk": (3, 333, 2, 72), "dv": (3, 333, 2, 40), "stats": (3, 6, 4, 128),
+        "work": (3, 6, 4, 64 * 72), "turns": (3, 6, 4), "tickets": (1,),
+    }  # fmt: skip
+    assert [b.role for b in plan.outputs] == ["out"] * 3 + ["scratch"] * 4
+    plain = select(problem(72, 40), "sm_90a")
+    assert [b.name for b in plain.outputs] == ["dq", "dk", "dv", "stats", "work"]
+
+
+def test_strides_and_scratch_beyond_int32():
+    plan = select(problem(128), "sm_90a")
+    e = plan.extents({"B": 2, "T": 1 << 20, "S": 1, "N": 64, "K": 1})
+    _, main, _ = bind(plan, e)
+    assert main.descriptors[4].strides[3] == 1 << 33
+    work = next(b for b in plan.outputs if b.name == "work")
+    assert work.elements(e) == 2 << 33
+
+
+def test_what_a_plan_cannot_be_is_refused_by_name():
+    for d, v, words in ((12, None, "12 of query"), (128, 264, "264 of value"), (264, None, "multiples of 8 up to 256")):
+        with pytest.raises(Unsupported, match=words):
+            select(problem(d, v), "sm_90a")
+    with pytest.raises(AssertionError, match=r"\d{6}"):
+        Plan("bfloat16", 256, 256, split_depth=True, parts=2)
+
+
+def test_plans_are_keys():
+    one = select(problem(128, band=True), "sm_90a")
+    assert one == select(problem(128, n=8, k=1, band=True, lengths=True, sinks=True), "sm_90a"), (
+        "lengths, sinks and heads are no part of a backward plan"
+    )
+    assert hash(one) == hash(replace(one))
+    others = [{}, {"band": True, "deterministic": True}, {"band": True, "soft_cap": True}]
+    assert len({one, *(select(problem(128, **spec), "sm_90a") for spec in others)}) == 4
