@@ -190,7 +190,9 @@ def test_a_bundle_of_another_version(hopper, monkeypatch, tmp_path):
 
     other = store.Store([tmp_path / "kernels"])
     other.versions = other.versions | {"jax_fa4": "0.0.1"}
+    other.get(kernels.select(doctor.TYPICAL["float16 D64 full"], "sm_90a"), build=fake_build)
     bundle.write_manifest(other)
+    assert any("1 entries, 0.0 MB, 0 for this machine" in f.text for f in doctor.stores())
     assert broken(doctor.stores()) == []  # the compiler builds what is missing
     monkeypatch.setattr(doctor, "has_compiler", lambda: False)
     notes = [f.text for f in doctor.stores() if f.level == doctor.NOTE]
