@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -307,6 +312,30 @@ def test_row38_scan_inside_shard_map_and_grads_inside_and_outside(repeated, chec
     if check:  # without the check, gradients taken inside are the caller's to sum
         inside = jax.grad(lambda *x: jax.lax.psum(jnp.sum(layers(*x[:3]) * x[3]), "x"), (0, 1, 2))
         close(jax.jit(over(inside, in_specs=specs, out_specs=specs[:3]))(q, k, v, dout), wanted)
+
+
+def test_two_processes_share_a_mesh():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    program = str(Path(__file__).with_name("two_processes.py"))
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONPATH": os.pathsep.join([str(Path(jax_fa4.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, program, port, str(i)], **options) for i in range(2)]
+    try:
+        for process in running:
+            out, err = process.communicate(timeout=150)
+            assert process.returncode == 0, err[-2000:]
+            found = re.search(r"2 processes, 4 devices, off by (\S+)", out)
+            assert found and float(found[1]) < 2e-5, out
+    finally:
+        for process in running:
+            process.kill()
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
