@@ -16,9 +16,8 @@ class Policy:
 
     `haste`: complete an asynchronous operation rather than run a warp. `order`: which one finishes first, "any", the
     "newest" or the "oldest". `starve`: the kind of operation that comes last. `handoff`: whoever completes a barrier's
-    phase is interrupted, and one that waited for it runs at once. `scatter`: clusters start in any order, which
-    hardware
-    does not promise either.
+    phase is interrupted, and one that waited for it runs at once. `slow`: share of the warps that run only when no
+    other can, drawn anew now and then. `scatter`: clusters start in any order, which hardware does not promise either.
     """
 
     haste: float = 1.0
@@ -32,6 +31,7 @@ class Policy:
     scatter: bool = False
     order: str = "any"
     starve: str = ""
+    slow: float = 0.0
 
 
 def policy_of(seed, rng):
@@ -43,11 +43,12 @@ def policy_of(seed, rng):
         haste=rng.choice((0.0, 0.1)) if lazy else rng.choice((0.5, 0.9)),
         read_early=rng.choice((0.0, 0.5)) if lazy else 0.5,
         early_poison=rng.choice((0.5, 1.0)),
-        preempt=rng.choice((0.0, 0.2, 0.7)),
+        preempt=rng.choice((0.1, 0.4, 0.9)),
         spurious=rng.choice((0.0, 0.1)),
         tmem_early=rng.choice((0.0, 0.5)),
         shuffle=True,
         handoff=rng.choice((0.0, 0.5, 0.9)),
+        slow=rng.choice((0.0, 0.3, 0.5)),
         scatter=rng.random() < 0.5,
         order=ORDERS[seed // 2 % 4 if lazy else rng.randrange(4)],
         starve=STARVED[seed // 2 % 4 if lazy else rng.randrange(4)],
@@ -78,6 +79,7 @@ class Scheduler:
         self.machine, self.resident = machine, resident
         self.units = []
         self.turn = 0
+        self.slow, self.until = set(), 0
 
     def run(self):
         """None, or a Deadlock."""
@@ -150,6 +152,11 @@ class Scheduler:
             if woken:
                 ready = woken
         machine.completed = False
+        if policy.slow:
+            if self.turn >= self.until:
+                self.slow = {u for u in self.units if machine.rng.random() < policy.slow}
+                self.until = self.turn + machine.rng.randrange(20, 200)
+            ready = [u for u in ready if u not in self.slow] or ready
         return machine.rng.choice(ready)
 
     def deadlock(self):
