@@ -7,7 +7,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +155,9 @@ def _by_reason(refused: list[Any]) -> dict[tuple[str, str], list[str]]:
 
 
 def label(plan: Any) -> str:
-    """A plan in a few words."""
+    """A plan in a few words: what it is for, and every yes-or-no choice that is yes."""
     depth, value_depth = plan.depth, getattr(plan, "value_depth", plan.depth)
-    flags = [f for f in ("band", "segments", "soft_cap", "sinks", "deterministic") if getattr(plan, f, False)]
+    flags = [f.name for f in fields(plan) if getattr(plan, f.name) is True]
     depths = f"D{depth}" if depth == value_depth else f"D{depth},{value_depth}"
     return f"{plan.arch} {plan.direction} {plan.dtype} {depths} {'+'.join(flags) or 'full'}"
 

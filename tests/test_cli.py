@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fa4
 from jax_fa4 import cli, kernels, traced
 from jax_fa4.ffi import bundle, store
-from jax_fa4.precompile import describe
+from jax_fa4.precompile import describe, plans_for, wanted
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
 shaped = jax.ShapeDtypeStruct
@@ -213,6 +213,25 @@ def test_a_table_a_manifest_and_exit_code_0(fake_compiler, tmp_path, capsys):
     assert "sm_90a fwd bfloat16 D64 band" in text and "49.2" in text and "2 kernels" in text
     assert command(*asked) == 0
     assert capsys.readouterr().out.count("was there") == 2
+
+
+def test_labels_tell_kernels_apart():
+    """Whatever fields the plans of an arch and a pass have."""
+    args = (
+        "--arch",
+        *kernels.ARCHITECTURES,
+        "--head-dim",
+        "64",
+        "128",
+        "192,128",
+        "--deterministic",
+        "both",
+        "--store",
+        "x",
+    )
+    parsed = cli.parser().parse_args(["precompile", *args])
+    plans, _ = plans_for(wanted(list(cli.problems(parsed)), (), list(kernels.ARCHITECTURES)))
+    assert len(plans) >= 6 and len({cli.label(plan) for plan in plans}) == len(plans)
 
 
 def test_what_is_refused_is_listed_and_makes_the_exit_code_1(fake_compiler, tmp_path, capsys):
