@@ -216,11 +216,11 @@ assert attention_flops(jax.grad(loss), q) == 7 * 2 * (2 * 16 * 1024 * 1024 * 128
 def reports_in(folder: Path) -> dict[str, Report]:
     """The benchmark reports by stem, newest first; other JSON files are passed over."""
     found = {}
-    for path in sorted(folder.glob("*.json"), reverse=True):
+    for path in folder.glob("*.json"):
         report = json.loads(path.read_text())
         if isinstance(report, dict) and NEEDED <= set(report):
             found[path.stem] = report
-    return found
+    return dict(sorted(found.items(), key=lambda item: (item[1]["machine"]["date"], item[0]), reverse=True))
 
 
 def write_docs(docs: Path, protocol: str) -> list[Path]:
@@ -290,6 +290,6 @@ def _table(report: Report, direction: str) -> str:
         out.append(
             f"\nOurs is faster than the best peer in {faster} of {len(ratio)} cases: {ratio[low]:.2f} times its rate"
             f" ({low}) to {ratio[high]:.2f} times ({high}), {mean:.2f} in the geometric mean. Largest spread of the"
-            f" forward samples: {max(r['spread'] for r in rows):.0%}.\n"
+            f" forward samples: {max(r['spread'] for r in rows):.0%}; a difference below it means little.\n"
         )
     return "".join(out)

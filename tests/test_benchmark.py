@@ -199,6 +199,14 @@ def test_the_page_has_every_number_and_every_reason():
     assert "ours: Unsupported: no such kernel" in text and "Implementations take turns" in text
 
 
+def test_reports_are_listed_newest_first_and_other_files_passed_over(tmp_path):
+    for stem, date in (("a", "2026-01-02"), ("b", "2026-01-03"), ("c", "2026-01-01")):
+        (tmp_path / f"{stem}.json").write_text(json.dumps(MADE | {"machine": MADE["machine"] | {"date": date}}))
+    (tmp_path / "d.json").write_text('{"losses": [1, 2]}')
+    (tmp_path / "e.json").write_text("[]")
+    assert list(report.reports_in(tmp_path)) == ["b", "a", "c"]
+
+
 def test_a_report_is_drawn_again_from_its_json(tmp_path, capsys):
     from matplotlib import image
 
