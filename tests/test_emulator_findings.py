@@ -106,6 +106,7 @@ CASES = {
     "no tcgen05 fence after a wait": Case("tmem", "missing_tcgen05_fence", "  tcgen05.ld", WAITED + "  tcgen05.ld"),
     "shared memory of a CTA that has left": Case("remote", "remote_exit", LEAVE, "LEAVE:\n", {"cluster": 2}),
     "reserved bits of an instruction descriptor": Case("mma", "bad_descriptor", "[p3]", "[p6]"),
+    "a descriptor's address that is not generic": Case("mma", "bad_descriptor", "  cvta.param.u64 %d20, %d20;\n", ""),
     "MMA result read before the commit": Case(
         "mma", "race", "DONE:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r10+8], 0;\n  @!%p1 bra DONE;\n", ""
     ),

@@ -8,7 +8,7 @@ from . import tma
 from .barriers import find
 from .effects import Effect, effect, lane_address, lane_value
 from .engine import Operation
-from .launch import PARAM_SPACE
+from .launch import PARAM_SPACE, PARAM_STATE
 from .memory import CELL
 
 _HINTS = ("L2::cache_hint", "tile", "bulk_group", "mbarrier::complete_tx::bytes")
@@ -35,7 +35,9 @@ def _several(w, ins):
 def _descriptor(w, where, ins):
     desc = w.machine.maps.get(where - PARAM_SPACE)
     if desc is None:
-        w.report("bad_descriptor", f"no tensor map at address {where:#x} (parameter offset {where - PARAM_SPACE})", ins)
+        raw = PARAM_STATE <= where < PARAM_SPACE
+        hint = "a parameter's address without cvta.param" if raw else f"parameter offset {where - PARAM_SPACE}"
+        w.report("bad_descriptor", f"no tensor map at address {where:#x} ({hint})", ins)
     return desc
 
 

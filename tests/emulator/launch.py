@@ -100,6 +100,7 @@ class Launch:
     roles: dict = field(default_factory=dict)
 
 
+PARAM_STATE = 0x7C << 40  # a parameter's own address; cvta.param makes it a generic one
 PARAM_SPACE = 0x7D << 40  # where the parameter block lies in the emulated 64-bit space
 SHARED_SPACE = 0x7E << 40  # generic addresses of shared memory
 

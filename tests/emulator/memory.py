@@ -7,7 +7,7 @@ Everything starts as 0xFF bytes (NaN as bfloat16, float16 and float32, -1 as an 
 
 import numpy as np
 
-from .launch import PARAM_SPACE, Uninitialised
+from .launch import PARAM_STATE, Uninitialised
 
 POISON = 0xFF
 CELL = 16
@@ -210,7 +210,7 @@ class Global:
         first = int(addresses[0])
         space, base = self.find(first)
         if space is None:
-            where = "the parameter block" if first >= PARAM_SPACE else "no buffer"
+            where = "the parameter block" if first >= PARAM_STATE else "no buffer"
             report("out_of_bounds", f"{what} at address {first:#x}, which is in {where}")
             return None, None
         return space, addresses - np.uint64(base)

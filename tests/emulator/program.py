@@ -15,7 +15,7 @@ import numpy as np
 
 from . import effects, isa_alu
 from .kinds import BITS, CLASS_BITS, DTYPE, full_kind
-from .launch import PARAM_SPACE, SHARED_SPACE
+from .launch import PARAM_SPACE, PARAM_STATE, SHARED_SPACE
 from .parse import Imm, Mem, Pair, Reg, Special, Sym, Vec
 
 SHARED_BASE = 1024  # the first KiB of shared memory belongs to the system on sm_90 and later
@@ -149,7 +149,7 @@ class Program:
                 cls = "d" if BITS[kind] == 64 else "r"
                 return (cls, self.special_row(cls, ("shared", operand.name)), kind)
             param = next(p for p in self.kernel.params if p.name == operand.name)
-            return constant(Imm(PARAM_SPACE + param.offset), kind, instruction)
+            return constant(Imm(PARAM_STATE + param.offset), kind, instruction)
         raise instruction.error(f"operand {operand} where .{kind} is expected")
 
     def destination(self, operand, kind, instruction):
@@ -210,7 +210,8 @@ class Program:
 
     def cvta(self, ins):
         to, space = ins.parts[1] == "to", ins.parts[2] if ins.parts[1] == "to" else ins.parts[1]
-        shift = 0 if space.split("::")[0] in ("param", "global", "const") else SHARED_SPACE
+        shifts = {"param": PARAM_SPACE - PARAM_STATE, "shared": SHARED_SPACE}
+        shift = shifts.get(space.split("::")[0], 0)
         if space.split("::")[0] not in ("param", "global", "const", "shared") or ins.parts[-1] != "u64":
             raise ins.error("cvta form not emulated")
         move = np.uint64(shift)
