@@ -157,125 +157,144 @@ _FORM = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16\.
 
 @effect("wgmma.mma_async")
 def mma(program, ins):
-    form = _FORM.match(ins.op)
-    if not form:
-        raise ins.error("wgmma form not emulated")
-    n, dtype = int(form.group(1)), form.group(2).split(".")[0]
-    d, a, b, scale, *rest = ins.args
-    if not isinstance(d, Vec) or len(d.items) != n // 2 or n % 8 or not 8 <= n <= 256:
-        raise ins.error(f"accumulator of {len(d.items)} registers for N = {n}")
-    registers = tuple(r.index for r in d.items)
-    rows = np.array(registers)
-    from_registers = isinstance(a, Vec)
-    flags = [x.value if isinstance(x, Imm) else None for x in rest]
-    if None in flags or len(flags) != (3 if from_registers else 4) or flags[:2] != [1, 1]:
-        raise ins.error("scale factors other than 1, or transpose flags missing")
-    a_major_k, b_major_k = (True if from_registers else flags[2] == 0), flags[-1] == 0
-    a_regs = np.array([r.index for r in a.items]) if from_registers else None
-    read_a = None if from_registers else lane_value(program, a, "b64", ins)
-    read_b = lane_value(program, b, "b64", ins)
-    read_scale = lane_value(program, scale, "pred", ins)
-    written = unfenced_write(program, ins)
-    cycles = 2 * 64 * n * 16 / RATE
-    smem = (0 if from_registers else 64 * 16 * 2) + n * 16 * 2
+    return Effect(Mma(program, ins).run, ins)
 
-    def run(w):
+
+class Mma:
+    """One wgmma instruction: what its text says, and what happens when a warp issues it."""
+
+    def __init__(self, program, ins):
+        form = _FORM.match(ins.op)
+        if not form:
+            raise ins.error("wgmma form not emulated")
+        self.ins = ins
+        self.n, self.dtype = int(form.group(1)), form.group(2).split(".")[0]
+        d, a, b, scale, *rest = ins.args
+        if not isinstance(d, Vec) or len(d.items) != self.n // 2 or self.n % 8 or not 8 <= self.n <= 256:
+            raise ins.error(f"accumulator of {len(d.items)} registers for N = {self.n}")
+        self.registers = tuple(r.index for r in d.items)
+        self.rows = np.array(self.registers)
+        from_registers = isinstance(a, Vec)
+        flags = [x.value if isinstance(x, Imm) else None for x in rest]
+        if None in flags or len(flags) != (3 if from_registers else 4) or flags[:2] != [1, 1]:
+            raise ins.error("scale factors other than 1, or transpose flags missing")
+        self.a_major_k, self.b_major_k = (True if from_registers else flags[2] == 0), flags[-1] == 0
+        self.a_registers = np.array([r.index for r in a.items]) if from_registers else None
+        self.read_a = None if from_registers else lane_value(program, a, "b64", ins)
+        self.read_b = lane_value(program, b, "b64", ins)
+        self.read_scale = lane_value(program, scale, "pred", ins)
+        self.written = unfenced_write(program, ins)
+        self.cycles = 2 * 64 * self.n * 16 / RATE
+        self.smem = (0 if from_registers else 64 * 16 * 2) + self.n * 16 * 2
+
+    def run(self, w):
+        ins = self.ins
         converged(w, ins)
         wg, first = group_of(w)
-        report, machine = w.reporter(ins), w.machine
-        lane = w.lead
-        if written is not None:
-            report("wgmma_divergent", f"line {written.line} writes a register of this wgmma after the last wgmma.fence")
-        key = (ins.line, None if from_registers else read_a(w, lane), read_b(w, lane), bool(read_scale(w, lane)))
+        report, machine, lane = w.reporter(ins), w.machine, w.lead
+        if self.written is not None:
+            line = self.written.line
+            report("wgmma_divergent", f"line {line} writes a register of this wgmma after the last wgmma.fence")
         warp = w.warp - first
         if not wg.fenced[warp]:
             report("wgmma_divergent", "wgmma without a wgmma.fence before it or since the last wait")
             wg.fenced[warp] = True
+        key = (
+            ins.line,
+            self.read_a(w, lane) if self.read_a else None,
+            self.read_b(w, lane),
+            bool(self.read_scale(w, lane)),
+        )
         index = wg.next[warp]
         wg.next[warp] += 1
         if index == len(wg.operations):
             op = Pending(key)
             wg.operations.append(op)
-            submit(w, wg, first, op)
+            InFlight(self, w, wg, first, op).submit()
         op = wg.operations[index]
         if op.key != key:
-            report(
-                "wgmma_divergent",
-                f"warp {warp} issues wgmma (line, descriptors, scale) {key}, the warpgroup's first warp {op.key}",
-            )
-        hold(w, wg, warp, first)
+            issued = f"warp {warp} issues wgmma (line, descriptors, scale) {key}, the warpgroup's first warp {op.key}"
+            report("wgmma_divergent", issued)
+        self.hold(w, wg, warp, first)
         op.warps.add(warp)
         if len(op.warps) == GROUP_WARPS:
             op.start()
-        machine.count(w, "tensor.cycles", cycles / GROUP_WARPS)
-        machine.count(w, "mma.read", smem / GROUP_WARPS)
+        machine.count(w, "tensor.cycles", self.cycles / GROUP_WARPS)
+        machine.count(w, "mma.read", self.smem / GROUP_WARPS)
         return True
 
-    def hold(w, wg, warp, first):
-        acc = wg.accumulators.get(registers)
+    def hold(self, w, wg, warp, first):
+        """Take the warp's accumulator registers, which become poison until its last operation on them is done."""
+        acc = wg.accumulators.get(self.registers)
         if acc is None:
-            acc = wg.accumulators[registers] = Accumulator(registers)
+            acc = wg.accumulators[self.registers] = Accumulator(self.registers)
         if acc.holders[warp] == 0:
             lanes = slice(warp * WARP, (warp + 1) * WARP)
             if acc.matrix is not None:
-                acc.values, acc.matrix = to_fragment(acc.matrix, n).copy(), None
+                acc.values, acc.matrix = to_fragment(acc.matrix, self.n).copy(), None
             part = w.cta.registers.files["r"][:, (first + warp) * WARP : (first + warp + 1) * WARP]
-            acc.values[:, lanes] = part[rows].view(np.float32)
-            part[rows] = np.uint32(0xFFFFFFFF)
+            acc.values[:, lanes] = part[self.rows].view(np.float32)
+            part[self.rows] = np.uint32(0xFFFFFFFF)
         acc.holders[warp] += 1
 
-    def submit(w, wg, first, op):
-        machine, cta, report = w.machine, w.cta, w.reporter(ins)
-        _, da, db, accumulate = op.key
-        thread = slice(first * WARP, (first + GROUP_WARPS) * WARP)
-        files = cta.registers.files["r"]
+
+class InFlight:
+    """One wgmma of a warpgroup between issue and completion."""
+
+    def __init__(self, form, w, wg, first, op):
+        self.form, self.wg, self.first, self.op = form, wg, first, op
+        self.cta, self.machine, self.report = w.cta, w.machine, w.reporter(form.ins)
+        self.files = w.cta.registers.files["r"]
+        _, da, db, self.accumulate = op.key
+        shared, report = w.cta.shared, self.report
+        self.b = tensor.Operand(shared, *descriptor(db, report), form.b_major_k, form.n, form.dtype)
+        self.a = None
+        if da is not None:
+            self.a = tensor.Operand(shared, *descriptor(da, report), form.a_major_k, 64, form.dtype)
+        self.early = w.machine.rng.random() < w.machine.policy.read_early
+        self.held = None
+
+    def submit(self):
+        op, cta = self.op, self.cta
+        op.start = self.start
+        what = f"wgmma of {cta.name} warpgroup {self.first // GROUP_WARPS}"
+        operation = Operation(self.finish, what, lambda: len(op.warps) == GROUP_WARPS)
+        self.machine.engine.submit(operation, ("wgmma", id(cta), self.first))
+
+    def operands(self):
+        return [o for o in (self.a, self.b) if o is not None]
+
+    def read(self):
         what = "wgmma operand read"
-        ob = tensor.Operand(cta.shared, *descriptor(db, report), b_major_k, n, dtype)
-        oa = None if from_registers else tensor.Operand(cta.shared, *descriptor(da, report), a_major_k, 64, dtype)
-        early = machine.rng.random() < machine.policy.read_early
-        held = {}
+        b = self.b.read(self.report, what)
+        if self.a is not None:
+            return self.a.read(self.report, what), b
+        threads = slice(self.first * WARP, (self.first + GROUP_WARPS) * WARP)
+        return tensor.widen(operand_a(self.files[self.form.a_registers, threads]), self.form.dtype), b
 
-        def read():
-            held["b"] = ob.read(report, what)
-            held["a"] = (
-                tensor.widen(operand_a(files[a_regs, thread]), dtype) if from_registers else oa.read(report, what)
-            )
+    def start(self):
+        """All four warps have issued it."""
+        for o in self.operands():
+            o.begin(self.report, "wgmma operand read")
+        if self.early:
+            self.held = self.read()
 
-        def start():
-            for o in (oa, ob):
-                if o is not None:
-                    o.begin(report, what)
-            if early:
-                read()
-
-        def finish():
-            if not early:
-                read()
-            for o in (oa, ob):
-                if o is not None:
-                    o.end()
-            acc = wg.accumulators[registers]
-            c = None
-            if accumulate:
-                c = acc.matrix if acc.matrix is not None else to_matrix(acc.values, n)
-            acc.matrix = machine.matmul(held["a"], held["b"], c, dtype)
-            held.clear()
-            for warp in range(GROUP_WARPS):
-                acc.holders[warp] -= 1
-                if acc.holders[warp] == 0:
-                    values = to_fragment(acc.matrix, n)
-                    at = slice((first + warp) * WARP, (first + warp + 1) * WARP)
-                    files[:, at][rows] = np.ascontiguousarray(values[:, warp * WARP : (warp + 1) * WARP]).view(
-                        np.uint32
-                    )
-            op.finished = True
-            wg.done += 1
-            machine.events += 1
-
-        op.start = start
-        machine.engine.submit(
-            Operation(finish, f"wgmma of {cta.name} warpgroup {first // 4}", lambda: len(op.warps) == GROUP_WARPS),
-            ("wgmma", id(cta), first),
-        )
-
-    return Effect(run, ins)
+    def finish(self):
+        a, b = self.held or self.read()
+        self.held = None
+        for o in self.operands():
+            o.end()
+        n, acc = self.form.n, self.wg.accumulators[self.form.registers]
+        c = None
+        if self.accumulate:
+            c = acc.matrix if acc.matrix is not None else to_matrix(acc.values, n)
+        acc.matrix = self.machine.matmul(a, b, c, self.form.dtype)
+        for warp in range(GROUP_WARPS):
+            acc.holders[warp] -= 1
+            if acc.holders[warp] == 0:
+                values = to_fragment(acc.matrix, n)[:, warp * WARP : (warp + 1) * WARP]
+                at = slice((self.first + warp) * WARP, (self.first + warp + 1) * WARP)
+                self.files[:, at][self.form.rows] = np.ascontiguousarray(values).view(np.uint32)
+        self.op.finished = True
+        self.wg.done += 1
+        self.machine.events += 1
