@@ -12,7 +12,7 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
-from jax_fa4.kernels.sm90.bwd.scores import differ, mask, statistics, weigh
+from jax_fa4.kernels.sm90.bwd.scores import differ, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
 from jax_fa4.kernels.sm90.bwd.store import clear_rows, meet, store_keys
 from jax_fa4.kernels.sm90.rows import LOG2_E, first_row
@@ -180,6 +180,19 @@ def clear_keys(ctx, thread):
 
 
 @cute.jit
+def hold(ctx, at):
+    """Keeps what stands before it before what stands after it, in a step that has dO's stage `at`.
+
+    ptxas moves a wgmma wait up over arithmetic that does not need it: of 32 exp2 that PTX has between the waits for S
+    and for dP, 1 was left there in SASS, so that exp2 ran after dP and not beside it (DSL 4.8.1, ptxas 13.4). It does
+    not move them into another basic block, and a wait for a phase that has completed already makes one for the price of
+    a test and a branch.
+    """
+    if const_expr(ctx.plan.held):
+        wait(ctx.full["dout"], at)
+
+
+@cute.jit
 def tile_step(ctx, h, m, places):
     """Tensor cores, in order: S, dP | dV | dQ, dK. exp2 runs beside dP, handing dQ over beside dK.
 
@@ -198,12 +211,15 @@ def tile_step(ctx, h, m, places):
     if const_expr(plan.segments):  # late, since ids and comparisons leave no registers for them: up to 36 bytes spilled
         lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
+    round_weights(ctx, h)
     if const_expr(plan.segments):
         delta = statistics(ctx, h, q_at.index, 1)
     if const_expr(plan.split_depth):
         lay_down(ctx, h, h.p, ctx.p, buffer)
+    hold(ctx, dout_at)
     warpgroup.wait_group(0)  # dP
     differ(h, delta)
+    round_slopes(h)
     lay_down(ctx, h, h.s, ctx.ds, buffer)
     if const_expr(not plan.split_depth):
         start_values(ctx, h, dout_at, buffer)
@@ -220,9 +236,73 @@ def tile_step(ctx, h, m, places):
 
 
 @cute.jit
+def lagged_step(ctx, h, m, places, begun):
+    """Tensor cores, in order: S, dP, dK of the step before | dQ, dV. exp2 and dS run beside dP and dK, dQ leaves beside dV.
+
+    `begun`: a step has been before. Else dS is 0 and Q's stage this one's, so that dK stays.
+    """
+    plan = ctx.plan
+    q_at, q_before, dout_at, turn_at, buffer = places
+    clear_queries(ctx, h, m, q_at, dout_at)
+    start_scores(ctx, h, q_at)
+    start_slopes(ctx, h, dout_at)
+    start_keys(ctx, h, q_before, buffer)
+    warpgroup.wait_group(2)  # S
+    mask(ctx, h, m)
+    weigh(ctx, h, statistics(ctx, h, q_at.index, 0))
+    hold(ctx, dout_at)
+    warpgroup.wait_group(1)  # dP
+    differ(h, statistics(ctx, h, q_at.index, 1))
+    hold(ctx, dout_at)
+    warpgroup.wait_group(0)  # dK
+    if begun:
+        arrive(ctx.empty["q"], q_before)
+    round_weights(ctx, h)
+    round_slopes(h)
+    lay_down(ctx, h, h.s, ctx.ds, buffer)
+    meet(plan)
+    wgmma.issue(products.queries_mma(plan), h.part, stage(h.ds_t, buffer.index), stage(h.k_t, 0), True)
+    start_values(ctx, h, dout_at, buffer)
+    warpgroup.wait_group(1)  # dQ
+    hand_over(ctx, h, turn_at)
+    warpgroup.wait_group(0)  # dV
+    arrive(ctx.empty["dout"], dout_at)
+
+
+@cute.jit
+def lagged_steps(ctx, h):
+    plan = ctx.plan
+    q_at, q_before, dout_at, turn_at, buffer = start(0), start(0), start(0), start(1), start(0)
+    h.s[1].fill(0.0)
+    m = ctx.first
+    total = ctx.group * (ctx.last - ctx.first)
+    for n in cutlass.range(total, unroll=1):
+        lagged_step(ctx, h, m, (q_at, q_before, dout_at, turn_at, buffer), n > 0)
+        q_before = q_at
+        q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+        turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
+        m = m + 1
+        if m == ctx.last:
+            m = ctx.first
+    if total > 0:
+        start_keys(ctx, h, q_before, buffer)
+        warpgroup.wait_group(0)
+
+
+@cute.jit
+def steps(ctx, h):
+    plan = ctx.plan
+    q_at, dout_at, turn_at, buffer = start(0), start(0), start(1), start(0)
+    for _ in cutlass.range(ctx.group, unroll=1):
+        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer))
+            q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+            turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
+
+
+@cute.jit
 def grads(ctx):
     """dK and dV of the CTA's keys over all query tiles and heads that see them, and each tile's share of dQ."""
-    plan = ctx.plan
     h = hands(ctx, ctx.thread - 128)
     h.dk.fill(0.0)
     h.dv.fill(0.0)
@@ -230,10 +310,8 @@ def grads(ctx):
         wait(ctx.full["k"], start(0))
         wait(ctx.full["v"], start(0))
         clear_keys(ctx, h.thread)
-    q_at, dout_at, turn_at, buffer = start(0), start(0), start(1), start(0)
-    for _ in cutlass.range(ctx.group, unroll=1):
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer))
-            q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
-            turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
+    if const_expr(ctx.plan.lagged):
+        lagged_steps(ctx, h)
+    else:
+        steps(ctx, h)
     store_keys(ctx, h)

@@ -50,6 +50,8 @@ class Plan:
     parts: int = 2  # float32 dQ tiles on their way out
     groups: int = 2
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
+    held: bool = True  # exp2 is kept before the wait for dP, which ptxas else moves up over it
+    lagged: bool = False  # dK of a step runs beside exp2 of the next
     arch: str = "sm_90a"
     direction: str = "bwd"
     spill_allowance: int = 0
@@ -60,6 +62,7 @@ class Plan:
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
+        assert not self.lagged or not self.split_depth, "lagged takes dS from registers"
         assert 1 <= self.parts <= 3, self.parts  # reduce warps stand beside the load warp in one warpgroup
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         least, math = self.registers
@@ -239,5 +242,6 @@ def choose(problem: Problem) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,
+        held=not (spec.segments and spec.soft_cap),  # up to 20 bytes spill then
         **form_for(problem.d, problem.v),
     )

@@ -70,12 +70,12 @@ def statistics(ctx, h, stage, which: cutlass.Constexpr):
 
 @cute.jit
 def weigh(ctx, h, lse):
-    """P^T goes into its 16-bit registers. `scores` then holds what dP - delta is multiplied with.
+    """`scores` becomes P^T; with a soft cap P^T goes into its 16-bit registers, and `scores` becomes P (1 - tanh^2).
 
-    That is P, or with a soft cap P (1 - tanh^2), tanh being the capped score over the cap; hidden scores are -inf,
-    for which 1 - tanh^2 is held at 0 so that 0 * inf does not arise.
+    That is what dP - delta is multiplied with, tanh being the capped score over the cap. Hidden scores are -inf, for
+    which 1 - tanh^2 is held at 0 so that 0 * inf does not arise.
     """
-    view, narrow = by_row(h.scores), h.p[1]
+    view = by_row(h.scores)
     weights = cute.make_rmem_tensor(h.scores.layout, Float32)
     made = by_row(weights)
     for r in cutlass.range_constexpr(2):
@@ -86,14 +86,26 @@ def weigh(ctx, h, lse):
                 view[r, c] = made[r, c] * cute.arch.fmax(1.0 - slope * slope, Float32(0.0))
             else:
                 view[r, c] = made[r, c]
-    narrow.store(weights.load().to(narrow.element_type))
+    if const_expr(ctx.plan.soft_cap):
+        h.p[1].store(weights.load().to(h.p[1].element_type))
+
+
+@cute.jit
+def round_weights(ctx, h):
+    """P^T into its 16-bit registers, if it is not there yet."""
+    if const_expr(not ctx.plan.soft_cap):
+        h.p[1].store(h.scores.load().to(h.p[1].element_type))
 
 
 @cute.jit
 def differ(h, delta):
-    """dP^T becomes dS^T = P (dP - delta), and goes into its 16-bit registers."""
+    """dP^T becomes dS^T = P (dP - delta)."""
     p, view = by_row(h.scores), by_row(h.slopes)
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
             view[r, c] = p[r, c] * (view[r, c] - delta[c])
+
+
+def round_slopes(h):
+    """dS^T into its 16-bit registers."""
     h.s[1].store(h.slopes.load().to(h.s[1].element_type))
