@@ -152,8 +152,9 @@ def _any_visible(block: Operands, how: How) -> Any:
     return jnp.any(seen)
 
 
-def _with_lengths(how: How, needed: bool) -> How:
-    return replace(how, spec=replace(how.spec, lengths=how.spec.lengths or needed, sinks=False))
+def _of_a_block(how: How) -> How:
+    """A block ends where the sequence's lengths say, leaves the sink to the merge, and is part of a larger attention."""
+    return replace(how, spec=replace(how.spec, lengths=True, sinks=False, partial=True))
 
 
 # ---- all-gather ----------------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, like: Any, fill: float = 0.0) -> 
 
 
 def _ring_forward(static: _Static, ops: Operands) -> tuple[Any, Any]:
-    place, how = static.place, _with_lengths(static.how, True)
+    place, how = static.place, _of_a_block(static.how)
     b, t, n, _ = ops.query.shape
     acc = ops.scale.dtype
     half = t // place.parts
@@ -371,7 +372,7 @@ def _ring_fwd(static: _Static, ops: Operands) -> Any:
 def _ring_bwd(static: _Static, saved: Any, cotangents: Any) -> tuple[Operands]:
     ops, out, lse = saved
     dout, dlse = cotangents
-    place, how = static.place, _with_lengths(static.how, True)
+    place, how = static.place, _of_a_block(static.how)
     acc = ops.scale.dtype
     rank = lax.axis_index(place.axis)
     p = place.parts

@@ -37,6 +37,7 @@ class AttentionSpec:
     bias: bool = False
     mask: bool = False  # a dense one
     deterministic: bool = False  # of the backward
+    partial: bool = False  # the backward's out and lse are those of more keys than these (context parallelism)
 
 
 @dataclass(frozen=True)
