@@ -153,7 +153,7 @@ def _any_visible(block: Operands, how: How) -> Any:
 
 
 def _of_a_block(how: How) -> How:
-    """A block ends where the sequence's lengths say, leaves the sink to the merge, and is part of a larger attention."""
+    """A block ends where the lengths say, leaves the sink to the merge, and is part of a larger attention."""
     return replace(how, spec=replace(how.spec, lengths=True, sinks=False, partial=True))
 
 
