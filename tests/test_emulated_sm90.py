@@ -50,11 +50,15 @@ def value_operands(case):
     return ints, floats
 
 
-def forward(case, dtype, seed=0, **fields):
-    """(Result with out and lse, the emulator's report) of the selected plan, with some fields replaced."""
+def forward(case, dtype, seed=0, fill=lambda inp: None, **fields):
+    """(Result with out and lse, the emulator's report) of the selected plan, with some fields replaced.
+
+    fill: changes the inputs in place.
+    """
     plan = select(Problem(case.spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype), "sm_90a")
     plan = replace(plan, **fields)
     inp = inputs(case, dtype)
+    fill(inp)
     q_len, kv_len = case.lengths
     q, k, v = inp.query.copy(), inp.key.copy(), inp.value.copy()
     for b in range(case.b):
@@ -122,6 +126,65 @@ def test_every_kind_together_in_any_schedule(seed):
 @pytest.mark.parametrize("s", [100, 200, 300, 520])
 def test_turns_leave_no_arrival_over(s, seed):
     passes(Case("turns", b=1, t=130, s=s, n=1, k=1), seed=seed, turns=True)
+
+
+HUGE = 133120.0  # a bfloat16 that is no power of two
+# Keys of the tile visited first (keys 128..) and of the other: with queries of HUGE, logits of 64 * HUGE * scale * key.
+STEEP = {
+    "one peak, met first": ([HUGE, 1.0], [1.0, -HUGE]),
+    "one peak, met last": ([1.0, -1.0], [HUGE, 1.0]),
+    "ties in both": ([HUGE, -1.0], [HUGE, HUGE]),
+    "all far below 0": ([-HUGE, -HUGE], [-HUGE, -131072.0]),
+    "from below to 0": ([-HUGE, -HUGE], [0.0, 0.0]),
+    "from 0 upwards": ([0.0, 0.0], [HUGE, 0.0]),
+    "just past the limit": ([16.0, 15.9375], [15.875, 16.0]),
+}
+
+
+def steep(case, few):
+    """Inputs whose every score is exact: queries HUGE, one number a key; the rest of the keys repeat it."""
+
+    def fill(inp):
+        inp.query[:] = HUGE
+        for first, values in ((128, few[0]), (0, few[1])):
+            of_keys = inp.key[:, first : first + 128]
+            of_keys[:] = values[1]
+            of_keys[:, :1] = values[0]
+
+    return fill
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_key_with_a_huge_logit(dtype):
+    """The rounding of peak * scale is thousands of steps of the exponent here; O is V all the same."""
+    top = HUGE if dtype == "bfloat16" else 65504.0
+
+    def fill(inp):
+        for x in (inp.query, inp.key, inp.value):
+            x[:] = top
+
+    case = Case("huge", b=1, t=1, s=1, n=1, k=1)
+    _, got, report = forward(case, dtype, fill=fill)
+    report.check()
+    assert (got.out == top).all()
+    np.testing.assert_allclose(got.lse, 64 * top**2 * 0.125, rtol=3e-7)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("scale", [0.125, 0.1])
+@pytest.mark.parametrize("name", STEEP)
+def test_huge_logits_give_the_mean_of_their_peaks(name, scale, sinks):
+    """Logits apart by at least their own spacing: the keys at the peak share the weight, in whichever tile they are."""
+    case = Case("steep", b=1, t=3, s=256, n=1, k=1, scale=scale, sinks=sinks)
+    inp, got, report = forward(case, "bfloat16", fill=steep(case, STEEP[name]))
+    report.check()
+    logits = scale * np.einsum("td,sd->ts", inp.query[0, :, 0], inp.key[0, :, 0])
+    more = np.broadcast_to(inp.sinks if sinks else np.array([-np.inf]), (3, 1))
+    top = np.maximum(logits.max(axis=1, keepdims=True), more)
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=1, keepdims=True) + np.exp(more - top)
+    np.testing.assert_allclose(got.out[0, :, 0], weights @ inp.value[0, :, 0] / total, atol=2e-2)
+    np.testing.assert_allclose(got.lse[0, 0], (top + np.log(total))[:, 0], rtol=3e-7)
 
 
 def test_segments_cost_only_their_own_tiles():

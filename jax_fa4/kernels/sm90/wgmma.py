@@ -42,6 +42,19 @@ def as_operand(acc, dtype):
 
 
 @cute.jit
+def narrow_to(half, acc):
+    """The accumulator rounded into registers of a 16-bit type, in the same order; eight at a time.
+
+    As one vector of 40 (80 keys, DSL 4.8.1) it falls apart into 16-bit registers, packed only behind the product's
+    fence: the product's operands are then written after it.
+    """
+    count = cute.size(acc)
+    to, of = (cute.make_tensor(x.iterator, cute.make_layout((8, count // 8))) for x in (half, acc))
+    for n in cutlass.range_constexpr(count // 8):
+        to[None, n].store(of[None, n].load().to(half.element_type))
+
+
+@cute.jit
 def issue(mma, acc, a, b, fresh: cutlass.Constexpr, steps: cutlass.Constexpr = None):
     """Starts acc (+)= a b, committed as one group. steps: of 16 along k, where the rest is known to be zero.
 

@@ -160,7 +160,7 @@ def attend(ctx):
         arrive(ctx.empty["k"], behind)
         mask(ctx, scores, row, ctx.last - 1, own)
         weigh(scores, peak, total, ctx.scale)
-        narrow.store(scores.load().to(dtype))
+        wgmma.narrow_to(narrow, scores)
         steps = ctx.last - ctx.first
         give_turn(ctx, (ctx.warp >= 8) & (steps > 1))
         for n in cutlass.range(1, steps, unroll=1):
@@ -178,7 +178,7 @@ def attend(ctx):
             warpgroup.wait_group(0)
             arrive(ctx.empty["v"], behind)
             scale_rows(out, shrink)
-            narrow.store(scores.load().to(dtype))
+            wgmma.narrow_to(narrow, scores)
             behind = at
         wait(ctx.full["v"], behind)
         start_output(ctx, out, weights, v, behind.index)

@@ -20,7 +20,7 @@ class Context:
     queries: Any  # T
     keys: Any  # S
     band: Any  # mask.Band of this example
-    scale: Any  # times log2(e): what a score (capped, where there is a cap) is multiplied with in the exponent
+    scale: Any  # times log2(e): what a score (capped, where there is a cap) is multiplied with; and its power of two
     cap: Any  # (scale / cap, cap), or None
     sink: Any  # of this head, natural log, or None
     segments: Any  # (pointer to this example's query ids, to its key ids), or None

@@ -19,7 +19,7 @@ from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
 from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of
 from jax_fa4.kernels.sm90.fwd.segments import narrow
-from jax_fa4.kernels.sm90.rows import LOG2_E
+from jax_fa4.kernels.sm90.rows import LOG2_E, power_of_two
 from jax_fa4.kernels.sm90.wgmma import swizzled
 from jax_fa4.mask import Band
 
@@ -92,6 +92,7 @@ def forward(
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
         scale, cap = cutlass.Float32(1.0), (scale / limit, limit)
+    scale = scale * LOG2_E
     ctx = Context(
         plan=plan,
         warp=warp,
@@ -105,7 +106,7 @@ def forward(
         queries=queries,
         keys=keys,
         band=band,
-        scale=scale * LOG2_E,
+        scale=(scale, power_of_two(scale)),
         cap=cap,
         sink=sinks[head] if const_expr(plan.sinks) else None,
         segments=segments,

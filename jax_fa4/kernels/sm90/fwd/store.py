@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warp
 
 from jax_fa4.kernels.common.copies import put, views
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E, by_row, quad_sum
+from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E, by_row, product, quad_sum
 
 STORE_BARRIER = 1  # named barrier of the math warps
 
@@ -18,7 +18,7 @@ def finish(ctx, row, peak, total):
     inverse, lse = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
         whole = quad_sum(total[r])
-        top = peak[r] * ctx.scale
+        top = product(peak[r], ctx.scale[0])
         lives = (row + 8 * r < ctx.band.q_len) & (whole != 0.0)
         if not lives:  # also what NaN in a query past q_len left behind
             whole, top = Float32(0.0), -Float32.inf
