@@ -60,6 +60,8 @@ def bwd_pre(
 
     So whatever O, dO and dLSE hold there, NaN included, goes no further. A row that sees only a sink is none of them.
     """
+    if const_expr(plan.releases):
+        cute.arch.griddepcontrol_launch_dependents()
     thread = cute.arch.thread_idx()[0]
     tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
     line = batch.to(Int64) * heads + head

@@ -24,6 +24,7 @@ class BwdPre:
     rows: int  # queries of one tile of the main kernel
     work_depth: int  # float32 numbers of dQ workspace a query, whatever their order; 0 = no workspace
     turns: bool = False  # also zeroes a turn for each query tile and one ticket counter, for an ordered dQ
+    releases: bool = False  # lets the kernel after it be launched early; that one must wait before it reads anything
     spill_allowance: int = 0
 
     launcher = "jax_fa4.kernels.passes.bwd_pre"

@@ -237,7 +237,7 @@ def tile_step(ctx, h, m, places):
 
 @cute.jit
 def lagged_step(ctx, h, m, places, begun):
-    """Tensor cores, in order: S, dP, dK of the step before | dQ, dV. exp2 and dS run beside dP and dK, dQ leaves beside dV.
+    """Tensor cores, in order: S, dP, dK of the step before | dQ, dV. exp2, dS beside dP and dK; dQ leaves beside dV.
 
     `begun`: a step has been before. Else dS is 0 and Q's stage this one's, so that dK stays.
     """

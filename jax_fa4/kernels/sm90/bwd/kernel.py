@@ -108,6 +108,9 @@ def backward(
         init_barriers(plan.rings, full, empty)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
+    if const_expr(plan.dependent):  # one place for all threads: tickets, turns, statistics and workspace come after it
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
     index = take(tickets, memory, cute.arch.block_idx()[0], plan)
     # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
     tile, kv_head, batch = work_item(index, up(keys, plan.keys), kv_heads, plan.ordered)
@@ -179,6 +182,6 @@ def launch(stream, plan, data, e):
     pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
     backward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
-        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
+        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=main.dependent
     )
     post.start(stream, plan, data, last, e)

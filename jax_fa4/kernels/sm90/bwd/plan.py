@@ -52,6 +52,7 @@ class Plan:
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
     held: bool = True  # exp2 is kept before the wait for dP, which ptxas else moves up over it
     lagged: bool = False  # dK of a step runs beside exp2 of the next
+    dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
     arch: str = "sm_90a"
     direction: str = "bwd"
     spill_allowance: int = 0
@@ -108,7 +109,7 @@ class Plan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.rows, self.depth, turns=self.ordered)
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.rows, self.depth, self.ordered, self.dependent)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
@@ -187,6 +188,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         (up(e["S"], plan.keys) * e["K"] * e["B"], 1, 1),
         plan.threads,
         maps,
+        plan.dependent,
         smem=plan.smem,
         pointers=scratch + values,
         extents=("T", "S", "N", "K", "M"),
@@ -195,6 +197,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         "bwd_post",
         (e["M"] * e["N"] * e["B"], 1, 1),
         POST_THREADS,
+        dependent=plan.dependent,
         pointers=("work", "dq", "floats"),
         extents=("T", "N", "M"),
     )

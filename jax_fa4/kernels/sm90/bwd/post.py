@@ -25,6 +25,8 @@ def bwd_post(
     A tile is [column block of 8][math thread of a warpgroup][4]: (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1). A warp
     takes four blocks of eight rows, r and r + 8 among them: it reads lines of 256 bytes and writes rows of 64.
     """
+    if const_expr(plan.dependent):
+        cute.arch.griddepcontrol_wait()  # the main kernel has ended, and so has the preprocess, which that one awaits
     thread = cute.arch.thread_idx()[0]
     tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
     warp, lane = thread // 32, thread % 32
@@ -54,5 +56,5 @@ def start(stream, plan, data, kernel, e):
     assert kernel.block == POST_THREADS
     pointers = [data[name] for name in kernel.pointers]
     bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
-        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream
+        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent
     )
