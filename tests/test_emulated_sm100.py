@@ -38,7 +38,7 @@ SAME_PLAN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*SAME_PLAN, "sinks", "sinks_dead_rows"])
+@pytest.mark.parametrize("name", [*SAME_PLAN, "sinks", "sinks_dead_rows", "soft_cap", "soft_cap_hard"])
 def test_forward_is_attention(name):
     passes(BY_NAME[name])
 

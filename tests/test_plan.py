@@ -192,7 +192,7 @@ def test_backward_preprocess_plan():
         ({"bias": True}, "sm_90a", ["bias", "xla"]),
         ({"mask": True}, "sm_90a", ["mask", "segment ids", "xla"]),
         ({"direction": "bwd"}, "sm_100a", ["backward", "sm_100a", "xla"]),
-        ({"soft_cap": True}, "sm_100a", ["logits_soft_cap", "xla"]),
+        ({"segments": True}, "sm_100a", ["segment ids", "xla"]),
         ({"direction": "bwd"}, "sm_103a", ["backward", "sm_103a"]),
         ({}, "sm_80", ["sm_80", "sm_90a", "xla"]),
         ({"d": 12}, "sm_90a", ["12", "query", "multiples of 8 up to 256"]),

@@ -77,7 +77,6 @@ def test_impossible_plans_are_our_bugs(bad, words):
         (problem(60), ["60", "multiples of 8"]),
         (problem(64, dtype="float32"), ["float32", "bfloat16"]),
         (problem(64, segments=True), ["segment ids", "xla"]),
-        (problem(64, soft_cap=True), ["logits_soft_cap", "xla"]),
         (problem(64, bias=True), ["bias"]),
         (problem(64, mask=True), ["mask"]),
     ],
@@ -156,6 +155,9 @@ PLANS = {
     "d128 band": Plan("bfloat16", 128, 128, band=True),
     "d192 128 band": Plan("bfloat16", 192, 128, band=True),
     "d72 40": Plan("bfloat16", 72, 40),
+    "d64 cap": choose(problem(soft_cap=True)),
+    "d128 cap sinks": choose(problem(128, soft_cap=True, sinks=True)),
+    "d192 cap": choose(problem(192, 128, soft_cap=True)),
     "sm_103a": Plan("bfloat16", 128, 128, share=None, arch="sm_103a"),
 }
 made: dict = {}
@@ -180,7 +182,7 @@ def expected(plan):
         "S and O loads": (r"tcgen05\.ld\S+x32\.", 4 + 2 * v // 32),
         "O loads to rescale": (r"tcgen05\.ld\S+x16\.", 2 * v // 16),
         "stores": (r"tcgen05\.st\S+x16\.", 4 + 2 * v // 16),
-        "ex2": (r"ex2\.approx", 128 - poly + 1 + 4 * plan.sinks),
+        "ex2": (r"ex2\.approx", 128 - poly + 1 + 4 * plan.sinks + 128 * plan.soft_cap),
         "add toward -inf": (r"add\.rm\.f32x2", poly // 2),
         "fma": (r"fma\.rn\.f32x2", 64 + degree * poly // 2),
         "row sum": (r"add\.rn\.f32x2", 64),

@@ -20,7 +20,7 @@ class Context:
     queries: Any  # T
     keys: Any  # S
     band: Any  # mask.Band of this example; left and right are None in a plan without a band
-    before: Any  # soft cap: scores are multiplied by this and go through tanh; else None
+    before: Any  # soft cap: scores times this are the exponent in tanh; else None
     scale: Any  # what then turns scores into log2 units
     sink: Any  # this head's, in log2 units; else None
     q: Any  # (copy atom, coordinate tensor, shared tensor), likewise k, v, out

@@ -35,7 +35,7 @@ FREE = 9  # named barrier: correction has read O, tensor memory may go. 0 is the
 
 @cute.jit
 def _values(plan: cutlass.Constexpr, ints, floats, batch, queries, keys):
-    """(band of this example, factor in front of tanh, factor to log2 units)."""
+    """(band of this example, factor to the exponent in tanh, factor to log2 units)."""
     mine = VALUES.example(batch)
     q_len = cutlass.max(cutlass.min(ints[mine + VALUES.q_len], queries), 0)
     kv_len = cutlass.max(cutlass.min(ints[mine + VALUES.kv_len], keys), 0)
@@ -48,7 +48,7 @@ def _values(plan: cutlass.Constexpr, ints, floats, batch, queries, keys):
         after = Float32(plan.baked_scale * LOG2E)
     if const_expr(plan.soft_cap):
         cap = floats[VALUES.soft_cap]
-        before, after = scale / cap, cap * LOG2E
+        before, after = 2 * LOG2E * scale / cap, cap * LOG2E
     return Band(left, right, offset, q_len, kv_len), before, after
 
 

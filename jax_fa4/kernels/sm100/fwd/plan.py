@@ -260,18 +260,22 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         raise Unsupported(f"depths {problem.d} (query, key), {problem.v} (value): the Blackwell forward takes {DEPTHS}")
     for name, wanted in (
         ("segment ids", spec.segments),
-        ("logits_soft_cap", spec.soft_cap),
         ("bias", spec.bias),
         ("mask", spec.mask),
     ):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell forward has no kernel for it; implementation='xla' computes it")
+    more: dict[str, Any] = {}
+    if spec.soft_cap:
+        # Its temporaries want registers, and two more results of MUFU a score. So: the largest share, and a band, which
+        # may be unbounded; without one 8 bytes spill.
+        more = {"soft_cap": True, "registers": (208, 56, 40), "band": True}
     return Plan(
         problem.dtype,
         problem.d,
         problem.v,
-        band=spec.band,
         sinks=spec.sinks,
-        share=share_of(problem.d, spec.band, arch),
+        **{"band": spec.band, **more},
+        share=share_of(64 if spec.soft_cap else problem.d, spec.band, arch),
         arch=arch,
     )

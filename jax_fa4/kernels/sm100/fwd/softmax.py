@@ -44,9 +44,12 @@ def _row_sum(line, first):
 
 @cute.jit
 def _cap(line, before):
-    """tanh(before * score), in place."""
+    """tanh of the score, in place, as 1 - 2 / (1 + 2^(before * score)); before has the factor 2 log2(e).
+
+    Not tanh.approx, whose relative error of 2^-11 is 2 % of a weight at a cap of 50.
+    """
     for c in cutlass.range_constexpr(cute.size(line)):
-        line[c] = cute.math.tanh(line[c] * before, fastmath=True)
+        line[c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(line[c] * before, fastmath=True))
 
 
 @cute.jit
