@@ -14,7 +14,7 @@ from jax_fa4.mask import UNBOUNDED
 from verifier import run
 
 SKIP, RESCALE = True, False  # the branch around the rescale is taken, or not
-REFERENCE = run.Reference(Path(__file__).parent / "reference_attention.py", ("q", "k", "v"), ("out", "lse"))
+REFERENCE = run.Reference(Path(__file__).parent / "reference_attention.py", ("q", "k", "v", "ints"), ("out", "lse"))
 
 
 @dataclass(frozen=True)
