@@ -12,6 +12,7 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
+from jax_fa4.kernels.sm90.bwd.plan import block_of
 from jax_fa4.kernels.sm90.bwd.scores import differ, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
 from jax_fa4.kernels.sm90.bwd.store import clear_rows, meet, store_keys
@@ -146,9 +147,10 @@ def hand_over(ctx, h, at):
     plan = ctx.plan
     chunks = cute.size(h.part) // 4
     wait(ctx.empty["dq"], at)
-    thread = h.thread
-    place = at.index * plan.part_numbers + ((thread // 128 * chunks) * 128 + thread % 128) * 4
-    to = cute.make_tensor((ctx.part + place).align(16), cute.make_layout((4, chunks), stride=(1, 512)))
+    group, thread = h.thread // 128, h.thread % 128
+    place = at.index * plan.part_numbers + (block_of(plan, group, 0) * 128 + thread) * 4
+    stride = 512 * (block_of(plan, 0, 1) - block_of(plan, 0, 0))
+    to = cute.make_tensor((ctx.part + place).align(16), cute.make_layout((4, chunks), stride=(1, stride)))
     cute.autovec_copy(cute.make_tensor(h.part.iterator, cute.make_layout((4, chunks))), to)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
@@ -204,21 +206,26 @@ def tile_step(ctx, h, m, places):
     clear_queries(ctx, h, m, q_at, dout_at)
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
-    if const_expr(not plan.segments):
+    late = plan.segments or plan.rows_shared
+    if const_expr(not late):
         lse, delta = statistics(ctx, h, q_at.index, 0), statistics(ctx, h, q_at.index, 1)
     warpgroup.wait_group(1)  # S
     mask(ctx, h, m)
-    if const_expr(plan.segments):  # late, since ids and comparisons leave no registers for them: up to 36 bytes spilled
+    if const_expr(
+        late
+    ):  # where ids and comparisons, or 128 queries, leave no registers for them: 36 to 212 bytes spilled
         lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
-    round_weights(ctx, h)
-    if const_expr(plan.segments):
-        delta = statistics(ctx, h, q_at.index, 1)
     if const_expr(plan.split_depth):
+        round_weights(ctx, h)
         lay_down(ctx, h, h.p, ctx.p, buffer)
     hold(ctx, dout_at)
     warpgroup.wait_group(0)  # dP
+    if const_expr(late):
+        delta = statistics(ctx, h, q_at.index, 1)
     differ(h, delta)
+    if const_expr(not plan.split_depth):
+        round_weights(ctx, h)  # only now, when its float32 registers are no longer needed
     round_slopes(h)
     lay_down(ctx, h, h.s, ctx.ds, buffer)
     if const_expr(not plan.split_depth):

@@ -14,7 +14,6 @@ from jax_fa4.spec import Problem, Unsupported
 
 NATIVE_DEPTHS = (64, 128, 192, 256)
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
-ROWS = 64  # queries of a step: one wgmma's m in dQ
 DS_BUFFERS = 2  # so that one barrier a step is enough
 POST_THREADS = 256
 
@@ -45,6 +44,7 @@ class Plan:
     soft_cap: bool = False
     ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
     split_depth: bool = False
+    rows: int = 64  # queries of a step: 64, of whose dQ the warpgroups share the depth, or 64 for each of them
     query_stages: int = 2  # of Q and its statistics
     dout_stages: int = 2
     parts: int = 2  # float32 dQ tiles on their way out
@@ -58,11 +58,11 @@ class Plan:
     spill_allowance: int = 0
 
     launcher = "jax_fa4.kernels.sm90.bwd.kernel"
-    rows = ROWS
 
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
+        assert self.rows == 64 or (self.rows == 64 * self.groups and not self.split_depth), self
         assert not self.lagged or not self.split_depth, "lagged takes dS from registers"
         assert 1 <= self.parts <= 3, self.parts  # reduce warps stand beside the load warp in one warpgroup
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
@@ -77,6 +77,11 @@ class Plan:
     def columns(self) -> int:
         """Queries of a step whose scores one warpgroup has."""
         return self.rows // self.groups if self.split_depth else self.rows
+
+    @property
+    def rows_shared(self) -> bool:
+        """Whether each warpgroup makes dQ of its own 64 queries; else each makes its part of the depth."""
+        return self.rows > 64
 
     @property
     def reducers(self) -> int:
@@ -103,7 +108,7 @@ class Plan:
 
     def swizzle_of(self, name: str) -> int:
         """Bytes of the swizzle: 64 where a warpgroup reads a part of the depth that 64 columns do not divide."""
-        shared = self.split_depth or name in ("k", "dk")
+        shared = self.split_depth or (name in ("k", "dk") and not self.rows_shared)
         return 128 if self.depth_of(name) // (self.groups if shared else 1) % 64 == 0 else 64
 
     @property
@@ -195,13 +200,23 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     )
     post = Kernel(
         "bwd_post",
-        (e["M"] * e["N"] * e["B"], 1, 1),
+        (e["M"] * (plan.rows // 64) * e["N"] * e["B"], 1, 1),
         POST_THREADS,
         dependent=plan.dependent,
         pointers=("work", "dq", "floats"),
         extents=("T", "N", "M"),
     )
     return bind_pre(plan.pre, e), main, post
+
+
+def block_of(plan: Plan, group: Any, chunk: Any) -> Any:
+    """Where 8 columns by 64 rows of dQ lie in a tile of the workspace, counted in blocks of 128 threads' 4 numbers.
+
+    group: the warpgroup that made them; chunk: which 8 of its columns. Columns past the true depth come last, so that
+    the workspace need not hold them.
+    """
+    chunks = plan.part_numbers // (512 * plan.groups)
+    return chunk * plan.groups + group if plan.rows_shared else group * chunks + chunk
 
 
 def turn(plan: Any, tile: Any, last: Any) -> Any:

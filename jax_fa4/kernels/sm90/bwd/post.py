@@ -20,20 +20,23 @@ def bwd_post(
     tiles: Int32,
     plan: cutlass.Constexpr,
 ):
-    """One CTA a query tile; a thread makes 8 columns of a row out of the registers of the quad that held them.
+    """One CTA for 64 queries; a thread makes 8 columns of a row out of the registers of the quad that held them.
 
-    A tile is [column block of 8][math thread of a warpgroup][4]: (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1). A warp
-    takes four blocks of eight rows, r and r + 8 among them: it reads lines of 256 bytes and writes rows of 64.
+    A tile is [column block of 8, see plan.block_of][math thread of a warpgroup][4], the four being (r, c), (r, c + 1),
+    (r + 8, c), (r + 8, c + 1). A warp takes four blocks of eight rows, r and r + 8 among them: it reads lines of 256
+    bytes and writes rows of 64.
     """
     if const_expr(plan.dependent):
         cute.arch.griddepcontrol_wait()  # the main kernel has ended, and so has the preprocess, which that one awaits
     thread = cute.arch.thread_idx()[0]
-    tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
+    pieces = plan.rows // 64
+    item, head, batch = work_item(cute.arch.block_idx()[0], tiles * pieces, heads, False)
+    tile, piece = item // pieces, item % pieces
     warp, lane = thread // 32, thread % 32
     depth = plan.depth
     place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.rows * depth)
     quad, lower = 4 * warp + lane // 4 % 4, lane // 16
-    i = tile * plan.rows + 16 * (quad // 8) + quad % 8 + 8 * lower
+    i = tile * plan.rows + 64 * piece + 16 * (quad // 8) + quad % 8 + 8 * lower
     to = dq + ((batch.to(Int64) * queries + i) * heads + head) * depth
     scale = floats[VALUES.scale]
     found = cute.make_rmem_tensor((2, 4), Float32)
@@ -45,7 +48,7 @@ def bwd_post(
         if const_expr(4 * n + 4 > blocks):
             wanted = wanted & (block < blocks)
         if wanted:
-            source = (work + (place + (block * 128 + 4 * quad) * 4 + 2 * lower)).align(8)
+            source = (work + (place + ((block * pieces + piece) * 128 + 4 * quad) * 4 + 2 * lower)).align(8)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, 4), stride=(1, 4))), found)
             half.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
             cute.autovec_copy(half, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))

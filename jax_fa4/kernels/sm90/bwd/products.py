@@ -21,8 +21,11 @@ def keys_mma(plan, depth):
 
 
 def queries_mma(plan):
-    """dQ = dS K. The warpgroups share the depth; each needs the dS of all."""
-    return wgmma.product(DTYPES[plan.dtype], (MN, MN), (1, plan.groups), (64, plan.inner // plan.groups))
+    """dQ = dS K. The warpgroups share the queries, or else the depth; each needs the dS of all."""
+    dtype = DTYPES[plan.dtype]
+    if plan.rows_shared:
+        return wgmma.product(dtype, (MN, MN), (plan.groups, 1), (64, plan.inner))
+    return wgmma.product(dtype, (MN, MN), (1, plan.groups), (64, plan.inner // plan.groups))
 
 
 def steps(depth):
