@@ -279,8 +279,9 @@ class _Call:
         if self.keys.count == 1 or not (self.spec.band or self.spec.lengths):
             return 0, self.keys.count
         band = self.band()
-        first = jnp.asarray(qc * self.queries.size, jnp.int32)
-        last = jnp.minimum(jnp.minimum(first + self.queries.size, self.t), band.q_len) - 1
+        # From where the tile lies: of a last one that was moved back, rows that are not fresh are written again too.
+        first = jnp.asarray(self.queries.start(qc), jnp.int32)
+        last = jnp.minimum(first + self.queries.size, band.q_len) - 1
         begin, end = masks.keys_seen(first, last, band, jnp.minimum, jnp.maximum)
         end = jnp.where(first <= last, jnp.minimum(end, self.s), 0)
         begin = jnp.where(begin < end, begin, self.s)
