@@ -13,10 +13,26 @@ ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32
 def normal(ptx: str) -> str:
     """The same program in the words that the verifier takes; line numbers stay.
 
-    `collector` is a reuse hint. min.relu is the larger of 0 and the minimum.
+    `collector` is a reuse hint. min.relu is the larger of 0 and the minimum. A selection between floats is written as
+    one, the bits being the same.
     """
     ptx = ptx.rstrip("\0").replace(".collector::a::discard", "")
-    return re.sub(r"min\.relu\.s32\s+(%r\d+), ([^;]+);", r"min.s32 \1, \2; max.s32 \1, \1, 0;", ptx)
+    ptx = re.sub(r"min\.relu\.s32\s+(%r\d+), ([^;]+);", r"min.s32 \1, \2; max.s32 \1, \1, 0;", ptx)
+    floats = set()
+    for line in ptx.splitlines():
+        op = line.split(None, 1)
+        if len(op) == 2 and re.search(r"\.f32(x2)?$", op[0]) and not op[0].startswith("mov"):
+            floats |= set(re.findall(r"%r\d+", op[1]))
+
+    def select(match: re.Match) -> str:
+        to, values, p = match[1], [x.strip() for x in match[2].split(",")], match[3]
+        if not ({to, *values} & floats):
+            return match[0]
+        floats.add(to)
+        values = [x if x.startswith("%") else f"0f{int(x) & 0xFFFFFFFF:08X}" for x in values]
+        return f"selp.f32 {to}, {values[0]}, {values[1]}, {p};"
+
+    return re.sub(r"selp\.b32\s+(%r\d+), ([^;]+), (%p\d+);", select, ptx)
 
 
 def votes(ptx: str) -> list[int]:
