@@ -206,14 +206,12 @@ def tile_step(ctx, h, m, places):
     clear_queries(ctx, h, m, q_at, dout_at)
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
-    late = plan.segments or plan.rows_shared
+    late = plan.crowded
     if const_expr(not late):
         lse, delta = statistics(ctx, h, q_at.index, 0), statistics(ctx, h, q_at.index, 1)
     warpgroup.wait_group(1)  # S
     mask(ctx, h, m)
-    if const_expr(
-        late
-    ):  # where ids and comparisons, or 128 queries, leave no registers for them: 36 to 212 bytes spilled
+    if const_expr(late):  # read only now
         lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
     if const_expr(plan.split_depth):

@@ -79,6 +79,11 @@ class Plan:
         return self.rows // self.groups if self.split_depth else self.rows
 
     @property
+    def crowded(self) -> bool:
+        """Whether the statistics are read only where they are used; read ahead they make 4 to 212 bytes spill here."""
+        return self.segments or self.soft_cap or self.rows_shared or (self.inner > 128 and not self.split_depth)
+
+    @property
     def rows_shared(self) -> bool:
         """Whether each warpgroup makes dQ of its own 64 queries; else each makes its part of the depth."""
         return self.rows > 64
@@ -260,6 +265,6 @@ def choose(problem: Problem) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,
-        held=not (spec.segments and spec.soft_cap),  # up to 20 bytes spill then
+        held=not spec.soft_cap,  # P and what dS is made from are apart then: 12 to 48 bytes spill
         **form_for(problem.d, problem.v),
     )
