@@ -55,7 +55,13 @@ def choose(problem: Problem, how: How, arch: str | None) -> Any:
                 "no CUDA device is here to tell for which arch to build; set jax_fa4.config.update(arch='sm_90a') or"
                 " 'sm_100a'"
             )
-        return kernels.select(problem, arch)
+        plan = kernels.select(problem, arch)
+        if arch in kernels.NEVER_RUN:
+            warn_once(
+                f"jax_fa4: the kernels for {arch} are verified and emulated, but have never run on such a GPU;"
+                " check results against implementation='xla'"
+            )
+        return plan
     except Unsupported as reason:
         if not xla_after:
             raise

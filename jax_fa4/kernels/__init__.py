@@ -13,6 +13,9 @@ from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")  # Hopper, Blackwell
 
+# No such GPU has run our kernels yet: they are compiled, verified statically and emulated. Callers are told once.
+NEVER_RUN = ("sm_100a", "sm_103a")
+
 # (arch, direction) -> plan of a problem, or Unsupported where a depth or a combination is in the way.
 _CHOOSE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
     ("sm_90a", "fwd"): sm90_fwd.choose,
