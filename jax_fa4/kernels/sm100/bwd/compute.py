@@ -1,0 +1,147 @@
+"""The compute warpgroups: P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta); finally dK and dV leave.
+
+A thread has one key, which is its lane of tensor memory, and 64 of the 128 queries: group 0 the first, group 1 the
+rest. Statistics are of queries, so all threads of a warp read the same ones.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from jax_fa4.kernels.common.copies import put, views
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.sm100 import tmem
+from jax_fa4.kernels.sm100.bwd.mask import WORD, covered, hide, limits
+from jax_fa4.kernels.sm100.bwd.plan import GROUP
+from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
+
+LOG2_E = 1.4426950408889634
+MEET = 1  # named barrier of the compute warps
+CHUNK = 8  # 16-bit numbers of one 16-byte store
+
+
+@cute.jit
+def _statistics(ctx, at, which: cutlass.Constexpr, first):
+    """WORD statistics, LSE in base 2 (0) or delta (1), of the queries from `first` on."""
+    n = ctx.plan.tile
+    found = cute.make_rmem_tensor(WORD, Float32)
+    source = (ctx.held + (at.index * (2 * n) + which * n + first)).align(16)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WORD)), found)
+    return found
+
+
+def _rounded(plan, line):
+    """(the numbers in 16 bits, the same registers as words)."""
+    count, kind = cute.size(line), DTYPES[plan.dtype]
+    words = cute.make_rmem_tensor(count // 2, Float32)
+    half = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=kind), cute.make_layout(count))
+    half.store(line.load().to(kind))
+    return half, words
+
+
+def _piece(line, first, count):
+    return cute.make_tensor(line.iterator + first, cute.make_layout(count))
+
+
+@cute.jit
+def _weigh(ctx, m, group, thread, stats_at):
+    """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory."""
+    plan = ctx.plan
+    half = plan.tile // 2
+    line = tmem.read(ctx.tmem + (plan.at("s") + half * group), half, thread)
+    tmem.loaded()
+    if not covered(ctx, m):
+        bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + half * group)
+        for c in cutlass.range_constexpr(0, half, WORD):
+            hide(plan, _piece(line, c, WORD), c, bounds)
+    scale = ctx.scale * LOG2_E
+    for c in cutlass.range_constexpr(0, half, WORD):
+        part, lse = _piece(line, c, WORD), _statistics(ctx, stats_at, 0, half * group + c)
+        for j in cutlass.range_constexpr(0, WORD, 2):
+            pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
+            for i in cutlass.range_constexpr(2):
+                part[j + i] = cute.math.exp2(pair[i], fastmath=True)
+        _, words = _rounded(plan, part)
+        tmem.write(ctx.tmem + (plan.at("p0") + half * group + c // 2), words, thread)
+    tmem.stored()
+    before_arrive()
+    arrive_warp(ctx.full["probs"])
+    return line
+
+
+@cute.jit
+def _differ(ctx, line, group, thread, stats_at):
+    """dS^T of the thread: over its own dP^T in tensor memory, and as a row of dS^T in shared memory."""
+    plan = ctx.plan
+    half = plan.tile // 2
+    chunks = cute.flat_divide(ctx.ds, (1, CHUNK))
+    for c in cutlass.range_constexpr(0, half, WORD):
+        slope = tmem.read(ctx.tmem + (plan.at("dp") + half * group + c), WORD, thread)
+        delta = _statistics(ctx, stats_at, 1, half * group + c)
+        tmem.loaded()
+        part = _piece(line, c, WORD)
+        for j in cutlass.range_constexpr(0, WORD, 2):
+            pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
+            part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
+        small, words = _rounded(plan, part)
+        tmem.write(ctx.tmem + (plan.at("ds0") + half * group + c // 2), words, thread)
+        for j in cutlass.range_constexpr(0, WORD, CHUNK):
+            source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
+            cute.autovec_copy(source, chunks[None, None, thread, (half * group + c + j) // CHUNK])
+    tmem.stored()
+    before_arrive()
+    cute.arch.fence_proxy("async.shared", space="cta")
+    arrive_warp(ctx.full["ds"])
+
+
+@cute.jit
+def _lay_down(ctx, name: cutlass.Constexpr, group, thread, factor, alive):
+    """The thread's half of its row of dK or dV, in the caller's dtype, into K's or V's place; 0 where nobody looked."""
+    plan = ctx.plan
+    width = plan.depth_of(name) // 2
+    shared = ctx.dk[2] if const_expr(name == "dk") else ctx.dv[2]
+    chunks = cute.flat_divide(shared[None, None, 0], (1, CHUNK))
+    for c in cutlass.range_constexpr(0, width, WORD):
+        line = cute.make_rmem_tensor(WORD, Float32)
+        line.fill(0.0)
+        if alive:
+            found = tmem.read(ctx.tmem + (plan.at(name) + width * group + c), WORD, thread)
+            tmem.loaded()
+            line.store(found.load() * factor)
+        small, _ = _rounded(plan, line)
+        for j in cutlass.range_constexpr(0, WORD, CHUNK):
+            source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
+            cute.autovec_copy(source, chunks[None, None, thread, (width * group + c + j) // CHUNK])
+
+
+@cute.jit
+def compute(ctx):
+    plan = ctx.plan
+    group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
+    total = ctx.group * (ctx.last - ctx.first)
+    stats_at, m = start(0), cutlass.Int32(ctx.first)
+    for n in cutlass.range(total, unroll=1):
+        wait(ctx.full["stats"], stats_at)
+        cute.arch.mbarrier_wait(ctx.full["scores"], n & 1)
+        after_wait()
+        line = _weigh(ctx, m, group, thread, stats_at)
+        cute.arch.mbarrier_wait(ctx.full["slopes"], n & 1)
+        after_wait()
+        _differ(ctx, line, group, thread, stats_at)
+        arrive(ctx.empty["stats"], stats_at)
+        stats_at = step(stats_at, 2)
+        m = m + 1
+        if m == ctx.last:
+            m = cutlass.Int32(ctx.first)
+    if total > 0:
+        cute.arch.mbarrier_wait(ctx.full["final"], 0)
+        after_wait()
+    _lay_down(ctx, "dv", group, thread, Float32(1.0), total > 0)
+    _lay_down(ctx, "dk", group, thread, ctx.scale, total > 0)
+    before_arrive()  # tensor memory has been read; the caller signals that it may go
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=MEET, number_of_threads=2 * GROUP)
+    if ctx.warp == plan.COMPUTE:
+        put(views(ctx.dk, (plan.tile, plan.inner), ctx.kv_head, ctx.batch), ctx.tile)
+        put(views(ctx.dv, (plan.tile, plan.inner_value), ctx.kv_head, ctx.batch), ctx.tile)

@@ -1,0 +1,189 @@
+"""The main kernel of the Blackwell backward, its parameters in launch order, and the launch of all three.
+
+bwd_pre --stats, zeroed work
+load --K, V once--------> mma --S^T [scores]--> compute --P^T [probs]--> mma --dV
+     --Q [q], dO [dout]->     --dP^T [slopes]->         --dS  [ds]-----> mma --dK; dQ [dq]--> reduce --> work
+     --stats------------------------------------^       --dK, dV
+bwd_post: work --> dQ
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
+from jax_fa4.kernels.passes import bwd_pre
+from jax_fa4.kernels.sm100 import tmem as tensor_memory
+from jax_fa4.kernels.sm100.bwd import post, products
+from jax_fa4.kernels.sm100.bwd.compute import compute
+from jax_fa4.kernels.sm100.bwd.context import Context
+from jax_fa4.kernels.sm100.bwd.load import load
+from jax_fa4.kernels.sm100.bwd.mma import multiply
+from jax_fa4.kernels.sm100.bwd.plan import GROUP, WARP, bind
+from jax_fa4.kernels.sm100.bwd.reduce import reduce
+from jax_fa4.mask import Band
+
+FREE = 3  # named barrier: dK, dV and every dQ have been read, tensor memory may go
+FREE_THREADS = 3 * GROUP + WARP
+
+
+def _shared(plan, memory):
+    """The 16-bit tiles. dK and dV take K's and V's places."""
+    made = {}
+    for name in ("k", "v", "q", "dout"):
+        form = products.tiles(plan, plan.depth_of(name), plan.stages_of(name))
+        made[name] = memory.allocate_tensor(DTYPES[plan.dtype], form.outer, byte_alignment=1024, swizzle=form.inner)
+    form = products.tiles(plan, plan.tile, 1)
+    ds = memory.allocate_tensor(DTYPES[plan.dtype], form.outer, byte_alignment=1024, swizzle=form.inner)
+    return made, ds[None, None, 0]
+
+
+@cute.jit
+def _band(ints, batch, queries, keys):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
+    at = VALUES.example(batch)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
+    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
+    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+
+
+@cute.jit
+def _take(tickets, memory, index, plan: cutlass.Constexpr):
+    """The CTA's place in the order of work: its id, or with `ordered` the order in which CTAs start.
+
+    Whoever has an earlier turn has then started before, so that nobody waits for a CTA that waits for a free SM.
+    """
+    if const_expr(plan.ordered):
+        ticket = memory.allocate_array(Int32, 1)
+        if cute.arch.thread_idx()[0] == 0:
+            ticket[0] = cute.arch.atomic_add(tickets.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+        cute.arch.barrier()
+        index = ticket[0]
+    return index
+
+
+@cute.jit
+def _play(ctx):
+    """Each warp its role. Registers first: every warp of a warpgroup executes the same setmaxnreg."""
+    plan = ctx.plan
+    if ctx.warp >= plan.MMA:
+        cute.arch.setmaxregister_decrease(plan.registers[2])
+        if ctx.warp == plan.MMA:
+            multiply(ctx)
+            cute.arch.barrier(barrier_id=FREE, number_of_threads=FREE_THREADS)
+            cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS)
+        elif ctx.warp == plan.LOAD:
+            load(ctx)
+    elif ctx.warp >= plan.COMPUTE:
+        cute.arch.setmaxregister_increase(plan.registers[1])
+        compute(ctx)
+        cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=FREE_THREADS)
+    else:
+        cute.arch.setmaxregister_increase(plan.registers[0])
+        reduce(ctx)
+        cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=FREE_THREADS)
+
+
+@cute.kernel
+def backward(
+    k_atom: cute.CopyAtom,
+    k: cute.Tensor,
+    v_atom: cute.CopyAtom,
+    v: cute.Tensor,
+    dk_atom: cute.CopyAtom,
+    dk: cute.Tensor,
+    dv_atom: cute.CopyAtom,
+    dv: cute.Tensor,
+    q_atom: cute.CopyAtom,
+    q: cute.Tensor,
+    dout_atom: cute.CopyAtom,
+    dout: cute.Tensor,
+    stats: cute.Pointer,
+    work: cute.Pointer,
+    turns,
+    tickets,
+    ints: cute.Pointer,
+    floats: cute.Pointer,
+    queries: Int32,
+    keys: Int32,
+    heads: Int32,
+    kv_heads: Int32,
+    tiles: Int32,
+    plan: cutlass.Constexpr,
+):
+    thread = cute.arch.thread_idx()[0]
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = SmemAllocator()
+    shared, ds = _shared(plan, memory)
+    part = memory.allocate_array(Float32, plan.slices * plan.slice_numbers, byte_alignment=128)
+    held = memory.allocate_array(Float32, 2 * 2 * plan.tile, byte_alignment=128)
+    full, empty = make_barriers(memory, plan.rings)
+    tmem_at = memory.allocate_array(Int32, 1)
+    if warp == plan.LOAD:
+        init_barriers(plan.rings, full, empty)
+    if warp == plan.MMA:
+        cute.arch.alloc_tmem(tensor_memory.COLUMNS, tmem_at)
+        cute.arch.relinquish_tmem_alloc_permit()
+    cute.arch.mbarrier_init_fence()
+    cute.arch.barrier()
+    index = _take(tickets, memory, cute.arch.block_idx()[0], plan)
+    # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
+    tile, kv_head, batch = work_item(index, up(keys, plan.tile), kv_heads, plan.ordered)
+    band = _band(ints, batch, queries, keys)
+    first, last = query_tiles(tile, (plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
+    cap = None
+    if const_expr(plan.soft_cap):
+        limit = floats[VALUES.soft_cap]
+        cap = (floats[VALUES.scale] / limit, limit)
+    ctx = Context(
+        plan=plan,
+        warp=warp,
+        thread=thread,
+        tile=tile,
+        kv_head=kv_head,
+        batch=batch,
+        heads=heads,
+        group=heads // kv_heads,
+        first=Int32(first),
+        last=Int32(last),
+        tiles=tiles,
+        queries=queries,
+        keys=keys,
+        band=band,
+        scale=floats[VALUES.scale],
+        cap=cap,
+        k=(k_atom, k, shared["k"]),
+        v=(v_atom, v, shared["v"]),
+        q=(q_atom, q, shared["q"]),
+        dout=(dout_atom, dout, shared["dout"]),
+        dk=(dk_atom, dk, shared["k"]),
+        dv=(dv_atom, dv, shared["v"]),
+        ds=ds,
+        part=part,
+        held=held,
+        stats=stats,
+        work=work,
+        turns=turns,
+        tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_at),
+        full=full,
+        empty=empty,
+    )
+    _play(ctx)
+
+
+def launch(stream, plan, data, e):
+    """data: pointers by buffer name; e: extents by symbol."""
+    _, main, last = bind(plan, e, wide=lambda x: x.to(Int64))
+    maps = []
+    for d in main.descriptors:
+        maps += tensor_map(d, data[d.tensor], cute.select(products.tiles(plan, d.box[1], 1), [0, 1]))
+    pointers = [data.get(name) for name in ("stats", "work", "turns", "tickets", "ints", "floats")]
+    bwd_pre.start(stream, plan.pre, data, e)
+    backward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
+    )
+    post.start(stream, plan, data, last, e)

@@ -1,0 +1,133 @@
+"""The MMA warp: issues every product, and clears rows past a length before the first that reads them.
+
+Skewed, so that the tensor pipe works while the compute warps do: S of the next step stands before dK and dQ of this
+one, dP of the next behind them.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.ring import start, step, wait
+from jax_fa4.kernels.sm100 import umma
+from jax_fa4.kernels.sm100.bwd import products
+from jax_fa4.kernels.sm100.bwd.plan import WARP
+from jax_fa4.kernels.sm100.sync import after_wait, commit
+
+
+@cute.jit
+def _clear(plan: cutlass.Constexpr, shared, length, top, whole, thread):
+    """Zeroes the rows of a tile from `length` on, counted from `top`; past `whole` TMA read zeros already.
+
+    What stands there may be anything: scores and weights of hidden pairs are 0, and 0 * NaN would reach the sums.
+    """
+    rest = length - top
+    if (rest < plan.tile) & (length < whole):
+        columns = cute.size(shared, mode=[1]) // 8
+        chunks = cute.flat_divide(shared, (1, 8))  # 16 bytes stay together in any swizzle
+        zero = cute.make_rmem_tensor((1, 8), DTYPES[plan.dtype])
+        zero.fill(0.0)
+        begin = cutlass.max(rest, 0) * columns
+        for n in cutlass.range(begin + thread % WARP, plan.tile * columns, WARP, unroll=1):
+            cute.autovec_copy(zero, chunks[None, None, n // columns, n % columns])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def _clear_queries(ctx, shared, m):
+    _clear(ctx.plan, shared, ctx.band.q_len, m * ctx.plan.tile, ctx.queries, ctx.thread)
+
+
+@cute.jit
+def _clear_keys(ctx, shared):
+    _clear(ctx.plan, shared[None, None, 0], ctx.band.kv_len, ctx.tile * ctx.plan.tile, ctx.keys, ctx.thread)
+
+
+@cute.jit
+def _squared(ctx, name: cutlass.Constexpr, a, b, barrier):
+    """S^T or dP^T, a product over a depth of 128 keys by 128 queries."""
+    plan = ctx.plan
+    depth = plan.depth if const_expr(name == "s") else plan.value_depth
+    to, idesc = (ctx.tmem + plan.at(name)).toint(), products.instruction(plan, plan.tile)
+    umma.issue(to, a, b, idesc, umma.SHARED, (0, products.steps(depth)), 0, barrier)
+
+
+@cute.jit
+def _scores(ctx, m, at):
+    """S^T = K Q^T."""
+    plan = ctx.plan
+    wait(ctx.full["q"], at)
+    _clear_queries(ctx, ctx.q[2][None, None, at.index], m)
+    k, q = products.rows(plan, ctx.k[2], 1, 0), products.rows(plan, ctx.q[2], plan.query_stages, at.index)
+    _squared(ctx, "s", k, q, ctx.full["scores"])
+
+
+@cute.jit
+def _slopes(ctx, m, at):
+    """dP^T = V dO^T."""
+    plan = ctx.plan
+    wait(ctx.full["dout"], at)
+    _clear_queries(ctx, ctx.dout[2][None, None, at.index], m)
+    v, dout = products.rows(plan, ctx.v[2], 1, 0), products.rows(plan, ctx.dout[2], plan.dout_stages, at.index)
+    _squared(ctx, "dp", v, dout, ctx.full["slopes"])
+
+
+@cute.jit
+def _values(ctx, at, n):
+    """dV += P^T dO of step n; frees dO."""
+    plan = ctx.plan
+    cute.arch.mbarrier_wait(ctx.full["probs"], n & 1)
+    after_wait()
+    p, dout = products.halves(plan, ctx.tmem, "p"), products.turned(plan, ctx.dout[2], plan.dout_stages, at.index)
+    to, idesc = (ctx.tmem + plan.at("dv")).toint(), products.instruction(plan, plan.inner_value, True)
+    umma.issue(to, p, dout, idesc, umma.TENSOR, (0, products.steps(plan.tile)), n > 0, ctx.empty["dout"] + at.index)
+
+
+@cute.jit
+def _keys_queries(ctx, at, n):
+    """dK += dS^T Q of step n, which frees Q, then dQ = dS K."""
+    plan = ctx.plan
+    cute.arch.mbarrier_wait(ctx.full["ds"], n & 1)
+    after_wait()
+    count = (0, products.steps(plan.tile))
+    ds, q = products.halves(plan, ctx.tmem, "ds"), products.turned(plan, ctx.q[2], plan.query_stages, at.index)
+    to, idesc = (ctx.tmem + plan.at("dk")).toint(), products.instruction(plan, plan.inner, True)
+    umma.issue(to, ds, q, idesc, umma.TENSOR, count, n > 0, ctx.empty["q"] + at.index)
+    if const_expr(plan.dq_apart):
+        cute.arch.mbarrier_wait(ctx.empty["dq"], (n & 1) ^ 1)
+        after_wait()
+    ds, k = products.turned_square(plan, ctx.ds), products.turned(plan, ctx.k[2], 1, 0)
+    to, idesc = (ctx.tmem + plan.at("dq")).toint(), products.instruction(plan, plan.inner, True, True)
+    umma.issue(to, ds, k, idesc, umma.SHARED, count, 0, ctx.full["dq"])
+
+
+@cute.jit
+def multiply(ctx):
+    plan = ctx.plan
+    total = ctx.group * (ctx.last - ctx.first)
+    if total > 0:
+        q_at, dout_at, m = start(0), start(0), Int32(ctx.first)
+        wait(ctx.full["k"], start(0))
+        _clear_keys(ctx, ctx.k[2])
+        _scores(ctx, m, q_at)
+        wait(ctx.full["v"], start(0))
+        _clear_keys(ctx, ctx.v[2])
+        _slopes(ctx, m, dout_at)
+        _values(ctx, dout_at, 0)
+        for n in cutlass.range(total - 1, unroll=1):
+            m = m + 1
+            if m == ctx.last:
+                m = Int32(ctx.first)
+            next_q, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+            _scores(ctx, m, next_q)
+            _keys_queries(ctx, q_at, n)
+            if const_expr(not plan.dq_apart):
+                cute.arch.mbarrier_wait(ctx.empty["dq"], n & 1)
+                after_wait()
+            _slopes(ctx, m, dout_at)
+            _values(ctx, dout_at, n + 1)
+            q_at = next_q
+        _keys_queries(ctx, q_at, total - 1)
+        commit(ctx.full["final"])

@@ -1,0 +1,269 @@
+"""What one Blackwell backward object is: three kernels, complete before tracing, pure Python, no batch, no length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
+from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.tiles import up
+from jax_fa4.kernels.passes.plan import BwdPre
+from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm100.regions import TMEM_COLUMNS, Region, check_regions
+from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
+
+ARCHS = ("sm_100a", "sm_103a")
+GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
+WARP = 32
+PIECE = 64  # 16-bit columns of a 128-byte swizzled row
+NATIVE_DEPTHS = (64, 128)
+DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
+SLICE = 32  # columns of dQ that leave at a time
+POST_THREADS = 256
+POST_ROWS = 64  # queries of one CTA of the postprocess
+
+
+def native(depth: int) -> int:
+    """The depth in shared memory: the next native one. TMA reads the difference as zeros, and clips it when storing."""
+    return next(d for d in NATIVE_DEPTHS if d >= depth)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """dQ, dK and dV: a CTA holds 128 keys of one key head, and takes 128 queries a step, of each of its heads.
+
+    Tensor memory holds S^T and dP^T (lanes are keys), dV and dK, and dQ of a step (lanes are queries). P^T and dS^T are
+    written over S^T and dP^T by the threads that have read these, and are operand A of dV and dK from there.
+    """
+
+    dtype: str
+    depth: int  # of queries and keys
+    value_depth: int
+    band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
+    soft_cap: bool = False
+    ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
+    slices: int = 2  # places for slices of dQ on their way out
+    query_stages: int = 2
+    registers: tuple[int, int, int] = (152, 136, 88)  # a thread of reduce, of compute, of the other warps
+    arch: str = "sm_100a"
+    direction: str = "bwd"
+    spill_allowance: int = 0
+
+    launcher = "jax_fa4.kernels.sm100.bwd.kernel"
+    tile = 128
+    # First warp of each role; compute has two warpgroups of four warps, reduce one. The last two warps idle.
+    REDUCE, COMPUTE, MMA, LOAD = 0, 4, 12, 13
+    threads = 512
+
+    def __post_init__(self) -> None:
+        reduce, compute, rest = self.registers
+        assert self.arch in ARCHS and self.dtype in KERNEL_DTYPES, self
+        assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
+        assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
+        used = GROUP * (reduce + 2 * compute + rest)
+        assert used <= REGISTER_FILE, f"{self.registers} take {used} registers of {REGISTER_FILE}"
+        # S of the next step is issued before dK of this one, which reads the same Q.
+        assert self.query_stages >= 2 and self.slices >= 1, self
+        assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
+        check_regions(self.regions)
+
+    @property
+    def roles(self) -> dict[str, tuple[int, ...]]:
+        """Warps by role, for counters and reports."""
+        first = (self.REDUCE, self.COMPUTE, self.MMA, self.LOAD, self.LOAD + 1)
+        names = ("reduce", "compute", "mma", "load")
+        return {name: tuple(range(a, b)) for name, a, b in zip(names, first, first[1:], strict=False)}
+
+    # Shared memory -------------------------------------------------------------------------------------------------
+    @property
+    def inner(self) -> int:
+        """Depth of Q and K in shared memory, of dK and dQ in tensor memory."""
+        return native(self.depth)
+
+    @property
+    def inner_value(self) -> int:
+        """Likewise of V, dO and dV."""
+        return native(self.value_depth)
+
+    def depth_of(self, name: str) -> int:
+        """Depth of an operand or gradient in shared memory."""
+        return self.inner_value if name in ("v", "dv", "dout") else self.inner
+
+    def stages_of(self, name: str) -> int:
+        """Tiles of an operand in shared memory."""
+        return {"q": self.query_stages, "dout": self.dout_stages}.get(name, 1)
+
+    def tile_bytes(self, name: str) -> int:
+        """Of one tile of an operand."""
+        return ITEM_BYTES[self.dtype] * self.tile * self.depth_of(name)
+
+    @property
+    def dout_stages(self) -> int:
+        """At the full depths there is room for one: dO comes while S, dK and dQ are made."""
+        return 1 if self.inner + self.inner_value > 192 else 2
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """K and V stay. What the MMA warp fills or frees, a commit does; the others' counts are in warps."""
+        compute, reduce = 2 * GROUP // WARP, GROUP // WARP
+        return (
+            Ring("k", "load", "mma", 1, 1, 0, self.tile_bytes("k")),
+            Ring("v", "load", "mma", 1, 1, 0, self.tile_bytes("v")),
+            Ring("q", "load", "mma", self.query_stages, 1, 1, self.tile_bytes("q")),
+            Ring("dout", "load", "mma", self.dout_stages, 1, 1, self.tile_bytes("dout")),
+            # LSE and delta of a query tile
+            Ring("stats", "load", "compute", 2, 1, compute, 8 * self.tile),
+            # S^T is there; freed by `probs`: the next S^T is issued after dV, which is issued after P^T was stored
+            Ring("scores", "mma", "compute", 1, 1, 0, 0),
+            Ring("probs", "compute", "mma", 1, compute, 0, 0),
+            # dP^T is there, so the dQ before it is done, and dS in shared memory may be overwritten
+            Ring("slopes", "mma", "compute", 1, 1, 0, 0),
+            # dS^T is in tensor memory, and in shared memory
+            Ring("ds", "compute", "mma", 1, compute, 0, 0),
+            # dQ of a step is there; empty: it was read
+            Ring("dq", "mma", "reduce", 1, 1, reduce, 0),
+            # dK and dV are done, and with them everything
+            Ring("final", "mma", "compute", 1, 1, 0, 0),
+        )
+
+    @property
+    def slice_numbers(self) -> int:
+        """float32 numbers of one slice of dQ in shared memory."""
+        return self.tile * SLICE
+
+    @property
+    def smem(self) -> int:
+        """Bytes: tiles with their statistics, dS, slices of dQ, barriers, the address of tensor memory, the ticket."""
+        filled = sum(ring.stages * ring.bytes for ring in self.rings)
+        square = ITEM_BYTES[self.dtype] * self.tile * self.tile
+        barriers = sum(ring.barrier_bytes for ring in self.rings)
+        return filled + square + 4 * self.slices * self.slice_numbers + barriers + 16 + 4 * self.ordered
+
+    # Tensor memory -------------------------------------------------------------------------------------------------
+    @property
+    def dq_apart(self) -> bool:
+        """Whether dQ has columns of its own; else it takes those of dP^T."""
+        return 2 * self.tile + 2 * self.inner + self.inner_value <= TMEM_COLUMNS
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """P^T and dS^T lie in two halves, each over the scores that its own warpgroup has read: no thread waits for
+        another's reads. An instruction's step of 16 queries lies within a half, and has an address of its own."""
+        n, half, quarter = self.tile, self.tile // 2, self.tile // 4
+        own = "a thread has read its half of a row before it writes there; the next {} is issued after the product"
+        made = []
+        for square, name, start in (("s", "p", 0), ("dp", "ds", n)):
+            made.append(Region(square, start, n))
+            made += [
+                Region(f"{name}{g}", start + half * g, quarter, square, own.format(square.upper())) for g in range(2)
+            ]
+        dv, dk = 2 * n, 2 * n + self.inner_value
+        made += [Region("dv", dv, self.inner_value), Region("dk", dk, self.inner)]
+        if self.dq_apart:
+            made.append(Region("dq", dk + self.inner, self.inner))
+        return tuple(made)
+
+    def at(self, name: str) -> int:
+        """First column of a region. Where dQ has none of its own it takes dP^T's.
+
+        That is safe: dQ is issued after dK, which reads dS^T there, on the same pipe; every thread has read its dP^T
+        before it signals dS^T, which dQ waits for; and the next dP^T waits until dQ was read.
+        """
+        name = "dp" if name == "dq" and not self.dq_apart else name
+        return next(r.start for r in self.regions if r.name == name)
+
+    # Operands ------------------------------------------------------------------------------------------------------
+    @property
+    def pre(self) -> BwdPre:
+        """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, self.ordered)
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        query, key = ("B", "T", "N", self.depth), ("B", "S", "K", self.depth)
+        value, line = ("B", "T", "N", self.value_depth), ("B", "N", "T")
+        return (
+            Buffer("q", self.dtype, query),
+            Buffer("k", self.dtype, key),
+            Buffer("v", self.dtype, (*key[:3], self.value_depth)),
+            Buffer("out", self.dtype, value),
+            Buffer("dout", self.dtype, value),
+            Buffer("lse", "float32", line),
+            Buffer("dlse", "float32", line),
+            INTS,
+            FLOATS_BUFFER,
+        )
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        made = (
+            Buffer("dq", self.dtype, ("B", "T", "N", self.depth), "out"),
+            Buffer("dk", self.dtype, ("B", "S", "K", self.depth), "out"),
+            Buffer("dv", self.dtype, ("B", "S", "K", self.value_depth), "out"),
+        )
+        return made + self.pre.outputs
+
+    def extents(self, shapes: dict[str, int]) -> dict[str, int]:
+        """All symbols of one call, from B, T, S, N and K. M: query tiles."""
+        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.tile)}
+
+
+def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
+    """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
+    buffers = {b.name: b for b in plan.inputs + plan.outputs}
+
+    def map_of(name: str) -> Descriptor:
+        store = name in ("dk", "dv")
+        return rows_of(buffers[name], (plan.tile, plan.depth_of(name)), e, wide, store=store)
+
+    scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    main = Kernel(
+        "backward",
+        (up(e["S"], plan.tile) * e["K"] * e["B"], 1, 1),
+        plan.threads,
+        tuple(map_of(name) for name in ("k", "v", "dk", "dv", "q", "dout")),
+        smem=plan.smem,
+        pointers=(*scratch, "ints", "floats"),
+        extents=("T", "S", "N", "K", "M"),
+    )
+    post = Kernel(
+        "bwd_post",
+        (e["M"] * (plan.tile // POST_ROWS) * e["N"] * e["B"], 1, 1),
+        POST_THREADS,
+        pointers=("work", "dq", "floats"),
+        extents=("T", "N", "M"),
+    )
+    return bind_pre(plan.pre, e), main, post
+
+
+def turn(tile: Any, last: Any) -> Any:
+    """Rank of key tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles.
+
+    Descending in keys: the first query tile that a causal key tile visits is one where its rank is 0.
+    """
+    return last - 1 - tile
+
+
+def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
+    """The plan for a backward problem, or Unsupported with the argument's name and what would work."""
+    spec = problem.spec
+    if arch not in ARCHS:
+        raise Unsupported(f"arch {arch!r}: this kernel is built for {' and '.join(ARCHS)}")
+    if problem.dtype not in KERNEL_DTYPES:
+        raise Unsupported(f"dtype {problem.dtype}: the Blackwell backward takes {' and '.join(KERNEL_DTYPES)}")
+    for name, depth in (("query and key", problem.d), ("value", problem.v)):
+        if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
+            raise Unsupported(f"depth {depth} of {name}: the Blackwell backward takes {DEPTHS}")
+    for name, wanted in (("segment ids", spec.segments), ("bias", spec.bias), ("mask", spec.mask)):
+        if wanted:
+            raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
+    return Plan(
+        problem.dtype,
+        problem.d,
+        problem.v,
+        band=spec.band,
+        soft_cap=spec.soft_cap,
+        ordered=spec.deterministic,
+        arch=arch,
+    )

@@ -1,0 +1,96 @@
+"""The reduce warpgroup: each dQ of a step goes from tensor memory to shared memory, and is added to the workspace.
+
+A thread has one query, its lane. In the workspace a tile is [column block of 4][query][4], so that a warp's 16-byte
+stores to shared memory do not collide; the postprocess undoes it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from jax_fa4.kernels.common.tiles import key_tiles
+from jax_fa4.kernels.sm100 import tmem
+from jax_fa4.kernels.sm100.bwd.plan import GROUP, SLICE, turn
+from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
+
+MEET = 2  # named barrier of the reduce warps
+
+
+@cute.jit
+def _add(to, source, nbytes: cutlass.Constexpr):
+    """Starts and commits one bulk addition; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _await_turn(flag, rank):
+    """Spins until `rank` key tiles have added to this query tile."""
+    now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    while now != rank:
+        now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
+
+
+@cute.jit
+def _rank(ctx, m):
+    """The CTA's turn at query tile m."""
+    plan = ctx.plan
+    _, last = key_tiles(m, (plan.tile, plan.tile), ctx.band, plan.band, cutlass.min, cutlass.max)
+    return turn(ctx.tile, last)
+
+
+def _later(place, count, places):
+    """Slices sent after the last one that had slice `place`'s room, and before it; `count` slices a step."""
+    before = place - places if place >= places else max(s for s in range(count) if s % places == place % places) - count
+    return place - before - 1
+
+
+@cute.jit
+def _send(ctx, line, slot, flag, m):
+    """Adds a thread's row of dQ to the workspace, slice by slice. slot: of the tile in the workspace."""
+    plan, thread, part = ctx.plan, ctx.thread, ctx.part
+    count = -(-plan.depth // SLICE)
+    to = ctx.work + slot * (plan.tile * plan.depth)
+    for s in cutlass.range_constexpr(count):
+        width = min(SLICE, plan.depth - SLICE * s)
+        place = part + s % plan.slices * plan.slice_numbers
+        if thread == 0:
+            cute.arch.cp_async_bulk_wait_group(_later(s, count, plan.slices), read=True)
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
+        for c in cutlass.range_constexpr(0, width, 4):
+            mine = (place + (c * GROUP + 4 * thread)).align(16)
+            source = cute.make_tensor(line.iterator + (SLICE * s + c), cute.make_layout(4))
+            cute.autovec_copy(source, cute.make_tensor(mine, cute.make_layout(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
+        if thread == 0:
+            if const_expr(plan.ordered and s == 0):
+                _await_turn(flag, _rank(ctx, m))
+            _add(to + s * plan.slice_numbers, place, 4 * GROUP * width)
+            if const_expr(plan.ordered and s == count - 1):
+                cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
+                cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+
+@cute.jit
+def reduce(ctx):
+    plan = ctx.plan
+    turns, n = ctx.turns, Int32(0)
+    for g in cutlass.range(ctx.group, unroll=1):
+        line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
+        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+            cute.arch.mbarrier_wait(ctx.full["dq"], n & 1)
+            after_wait()
+            mine = tmem.read(ctx.tmem + plan.at("dq"), SLICE * -(-plan.depth // SLICE), ctx.thread)
+            tmem.loaded()
+            before_arrive()
+            arrive_warp(ctx.empty["dq"])
+            flag = turns + (line + m) if const_expr(plan.ordered) else None
+            _send(ctx, mine, line + m, flag, m)
+            n = n + 1
+    if ctx.thread == 0:
+        cute.arch.cp_async_bulk_wait_group(0)
