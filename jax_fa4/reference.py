@@ -429,7 +429,10 @@ def _backward_rows(call: _Call, qc: Array, out: Array, lse: Array, dout: Array, 
         query = jnp.where(cells, query, jnp.zeros((), query.dtype))
         dout = jnp.where(cells, dout, jnp.zeros((), dout.dtype))
         delta, dlse = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (delta, dlse))
-    row = _Row(query, dout.astype(call.dtype), _finite(lse), delta)
+    lse = _finite(lse)
+    if fresh is not None:  # weight 0 for rows of another tile: exp(0 - lse) of a low lse overflows, and inf * 0 is nan
+        lse = jnp.where(fresh, lse, jnp.inf)
+    row = _Row(query, dout.astype(call.dtype), lse, delta)
     if call.dtype.itemsize == 2 and not call.spec.partial:  # these keys alone do not add up to out
         row = row._replace(delta=_exact_delta(call, row, qc))
     return row._replace(delta=row.delta - dlse)
