@@ -30,8 +30,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "held": {"held": True, "lagged": False},
     "lagged": {"held": True, "lagged": True},
     "rows128": {"held": True, "rows": 128},  # D64 only
+    "sections": {"held": True, "lagged": True, "section": 32},
     "dependent": {"held": True, "lagged": True, "dependent": True},
     "ordered": {"held": True, "lagged": True, "ordered": True},
+    "ordered sections": {"held": True, "lagged": True, "ordered": True, "section": 32},
 }
 DEPTHS = {"d128": (128, 128), "d64": (64, 64), "d96": (96, 96), "d256": (256, 256), "d192_128": (192, 128)}
 

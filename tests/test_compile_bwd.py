@@ -115,6 +115,20 @@ def test_every_kind_together_in_any_schedule(seed):
     passes(EVERYTHING, "float16", seed=seed)
 
 
+VARIANTS = [
+    {"lagged": True, "dependent": True},
+    {"rows": 128, "section": 1},
+    {"lagged": True, "deterministic": True, "section": 1},
+]
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: " ".join(fields))
+def test_variants_of_the_plan_give_the_same(fields):
+    """Forms that only differ in speed; one of them is what `choose` takes."""
+    case = Case("variant", b=2, t=150, s=300, n=4, k=2, d=64, window=(150, 20), q_lens=(150, 90), kv_lens=(300, 170))
+    passes(case, seed=1, **fields)
+
+
 # A key tile that no query sees, last in a partial query tile, once waited there for a turn of -1.
 WINDOWED = Case("windowed", b=1, t=200, s=500, n=2, k=1, d=64, window=(100, 20))
 

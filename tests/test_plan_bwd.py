@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
-from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up, work_item
-from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, turn
+from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up
+from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, section_of, sectioned, turn
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -66,19 +66,26 @@ def test_turns_are_counted_from_0_without_a_gap(case, size):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(bands(), st.sampled_from(SIZES), st.integers(1, 5), st.randoms(use_true_random=False), st.integers(1, 2))
-def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers):
+@given(
+    bands(),
+    st.sampled_from(SIZES),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+    st.integers(1, 2),
+    st.integers(1, 4),
+)
+def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers, section):
     """CTAs start in the order of tickets, each runs on when its turn has come; `reducers` tiles may wait at once."""
     t, s, band = case
     banded = min(band.left, band.right) < UNBOUNDED
-    tiles, heads = up(s, size[1]), 2
+    tiles, heads = up(s, size[1]), 3
     visits = visits_of(t, s, size, band, banded)
     turns = {}
-    waiting = [work_item(i, tiles, heads, True) for i in range(tiles * heads)]
+    waiting = [sectioned(i, tiles, heads, section, True) for i in range(tiles * heads)]
     running = []
     while waiting or running:
         while waiting and len(running) < resident:
-            tile, head, _ = waiting.pop(0)
+            tile, head = waiting.pop(0)
             running.append((tile, head, list(visits[tile])))
         rng.shuffle(running)
         moved = False
@@ -94,6 +101,27 @@ def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident
                 running.remove(item)
                 moved = True
         assert moved, (case, size, running, turns)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.booleans())
+def test_the_order_of_work_is_a_bijection_with_the_longest_first(tiles, heads, section, last_first):
+    order = [sectioned(i, tiles, heads, section, last_first) for i in range(tiles * heads)]
+    assert sorted(order) == [(t, h) for t in range(tiles) for h in range(heads)]
+    sections = [h // section for _, h in order]
+    assert sections == sorted(sections)
+    for n in set(sections):
+        mine = [t for t, h in order if h // section == n]
+        assert mine == sorted(mine, reverse=last_first)
+
+
+def test_a_section_fits_the_l2_it_may_fill():
+    plan = replace(select(problem(128), "sm_90a"), section=40)
+    # 4,096 queries and keys at D128: Q, dO, K, V of 1 MiB each, dQ of 2 MiB
+    assert section_of(plan, 64, 32, 1) == 40 // 6
+    assert section_of(plan, 64, 32, 4) == 40 // (4 * 4 + 2)
+    assert section_of(plan, 1 << 14, 1 << 13, 1) == 1
+    assert section_of(replace(plan, section=0), 1, 1, 1) == 1
 
 
 DEPTHS = [(d, v) for d in range(8, 257, 8) for v in (d, 8, 64, 128, 200, 256)] + [(192, 128)]

@@ -13,13 +13,13 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
+from jax_fa4.kernels.common.tiles import query_tiles, up
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm90.bwd import post
 from jax_fa4.kernels.sm90.bwd.context import Context
 from jax_fa4.kernels.sm90.bwd.grads import grads
 from jax_fa4.kernels.sm90.bwd.load import load
-from jax_fa4.kernels.sm90.bwd.plan import DS_BUFFERS, bind
+from jax_fa4.kernels.sm90.bwd.plan import DS_BUFFERS, bind, section_of, sectioned
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
 from jax_fa4.kernels.sm90.wgmma import swizzled
@@ -113,7 +113,11 @@ def backward(
         cute.arch.griddepcontrol_wait()
     index = take(tickets, memory, cute.arch.block_idx()[0], plan)
     # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
-    tile, kv_head, batch = work_item(index, up(keys, plan.keys), kv_heads, plan.ordered)
+    key_tiles = up(keys, plan.keys)
+    section = section_of(plan, tiles, key_tiles, heads // kv_heads, cutlass.max)
+    batches = cute.arch.grid_dim()[0] // (key_tiles * kv_heads)
+    tile, kv_head = sectioned(index, key_tiles, kv_heads * batches, section, plan.ordered, cutlass.min)
+    batch, kv_head = kv_head // kv_heads, kv_head % kv_heads
     band = example_band(ints, batch, queries, keys)
     first, last = query_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
     first, last, segments = Int32(first), Int32(last), None

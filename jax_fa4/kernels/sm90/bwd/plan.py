@@ -52,6 +52,9 @@ class Plan:
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
     held: bool = True  # exp2 is kept before the wait for dP, which ptxas else moves up over it
     lagged: bool = False  # dK of a step runs beside exp2 of the next
+    section: int = (
+        0  # MiB of L2 for heads whose key tiles are mixed, so that the longest of all come first; 0 = one head
+    )
     dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
     arch: str = "sm_90a"
     direction: str = "bwd"
@@ -212,6 +215,26 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         extents=("T", "N", "M"),
     )
     return bind_pre(plan.pre, e), main, post
+
+
+def section_of(plan: Any, query_tiles: Any, key_tiles: Any, group: Any, high: Any = max) -> Any:
+    """Key heads in a section: as many as fit in L2 with their Q, dO, dQ, K and V, at least one."""
+    step = plan.rows * (6 * plan.depth + 2 * plan.value_depth) // 1024  # KiB; dQ is float32
+    held = plan.keys * (2 * plan.depth + 2 * plan.value_depth) // 1024
+    return high(plan.section * 1024 // high(query_tiles * group * step + key_tiles * held, 1), 1)
+
+
+def sectioned(index: Any, tiles: Any, heads: Any, section: Any, last_first: bool, low: Any = min) -> tuple[Any, Any]:
+    """(key tile, head) of a place in the order of work; `heads` counts those of all examples.
+
+    Section after section; in each, the first tiles of all its heads, then the second ones: under a causal mask these
+    have most to do, and the work of a call ends with its shortest. last_first: the other way round, for turns.
+    """
+    before = index // (tiles * section) * section
+    rest = index - before * tiles
+    width = low(section, heads - before)
+    tile = rest // width
+    return tiles - 1 - tile if last_first else tile, before + rest % width
 
 
 def block_of(plan: Plan, group: Any, chunk: Any) -> Any:
