@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name as name_residual
 
-from jax_fa4 import kernels, primitives, sharding, spec
+from jax_fa4 import kernels, operands, primitives, sharding, spec
 from jax_fa4.config import config
 from jax_fa4.mask import UNBOUNDED
 from jax_fa4.primitives import How
@@ -159,9 +159,9 @@ def _lengths(name: str, lengths: Any, batch: tuple[int, ...], full: int) -> Any:
     """int32 [...], within [0, full]; the full length where none is given."""
     if lengths is None:
         return jnp.full(batch, full, jnp.int32)
-    lengths = jnp.asarray(lengths)
+    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
     spec.check_per_example(name, lengths.shape, lengths.dtype.kind, batch)
-    return jnp.clip(lengths, 0, full).astype(jnp.int32)
+    return operands.within(lengths, full)
 
 
 def _segments(name: str, ids: Any, wanted: tuple[int, ...]) -> Any:

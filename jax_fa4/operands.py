@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fa4.reference import Operands, accumulation_dtype
 from jax_fa4.spec import AttentionSpec
@@ -50,6 +52,14 @@ def present(spec: AttentionSpec) -> tuple[str, ...]:
     extra = {"q_segments": spec.segments, "kv_segments": spec.segments, "sinks": spec.sinks}
     extra |= {"bias": spec.bias, "mask": spec.mask}
     return REQUIRED + tuple(name for name, there in extra.items() if there)
+
+
+def within(lengths: Any, full: int) -> Any:
+    """Lengths as int32 in [0, full], whatever integers they came as: a narrow type cannot hold `full` (300 is 44 in
+    uint8), and numpy's wide ones would wrap on the way to a jax array."""
+    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    wide = lengths.astype(np.int32) if lengths.dtype.itemsize < 4 else lengths
+    return jnp.asarray(wide.clip(0, full).astype(np.int32))
 
 
 def names_in(spec: AttentionSpec, direction: str) -> tuple[str, ...]:

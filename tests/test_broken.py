@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dense
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_fa4
+import jax_fa4.flax
 from jax_fa4 import reference
 
 attention = jax_fa4.attention
@@ -43,3 +46,33 @@ def test_rows_that_two_tiles_of_queries_share(options: dict, monkeypatch: pytest
     want_out, want_lse = dense.attention(q, k, v, options, jnp.float32)
     np.testing.assert_allclose(out, want_out, atol=2e-6)
     np.testing.assert_allclose(lse, jnp.swapaxes(want_lse, 1, 2), atol=2e-6)
+
+
+# ---- lengths of any integer type -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("traced", [False, True])
+def test_lengths_of_any_integer_type(dtype: type, traced: bool) -> None:
+    """The bound of 300 keys was once rounded to the lengths' own type: in uint8 it is 44, and 100 keys became 44."""
+    q, k = normal(2, 3, 1, 8), normal(2, 300, 1, 8, seed=1)
+
+    def call(lengths: Any) -> Any:
+        return attention(q, k, k, key_value_seq_lengths=lengths)
+
+    def masked(lengths: Any) -> Any:
+        visible = jax_fa4.flax.lengths(lengths)
+        return jax_fa4.flax.attention_fn()(q, k, k, mask=visible)
+
+    lengths = np.array([100, 7], dtype)
+    want = dense.attention(q, k, k, {"key_value_seq_lengths": np.array([100, 7])}, jnp.float32)[0]
+    for one in (call, masked):
+        np.testing.assert_allclose((jax.jit(one) if traced else one)(lengths), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [2**31, 2**32 - 1, 2**40])
+def test_a_length_past_int32_is_the_whole_sequence(length: int) -> None:
+    """A numpy length of 2**40 once came to 0 keys, the low 32 bits, where 301 came to all 300."""
+    q, k = normal(1, 3, 1, 8), normal(1, 300, 1, 8, seed=1)
+    out = attention(q, k, k, key_value_seq_lengths=np.array([length]))
+    np.testing.assert_array_equal(out, attention(q, k, k, key_value_seq_lengths=np.array([300])))

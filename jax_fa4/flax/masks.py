@@ -21,6 +21,7 @@ import numpy as np
 
 from jax_fa4 import mask as arithmetic
 from jax_fa4 import spec
+from jax_fa4.operands import within
 
 Array = Any
 Window = Any  # int | (left, right) with None for unbounded, as in `attention`
@@ -277,7 +278,7 @@ def _per_example(name: str, x: Array, batch: tuple[int, ...], full: int) -> Arra
     """int32 [batch...] within [0, full]; `full` where there is none."""
     if x is None:
         return jnp.full(batch, full, jnp.int32)
-    return jnp.clip(_broadcast(name, jnp.asarray(x), batch), 0, full).astype(jnp.int32)
+    return _broadcast(name, within(x, full), batch)
 
 
 def _positions(name: str, x: Array, batch: tuple[int, ...], length: int) -> Array:
