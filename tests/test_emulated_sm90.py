@@ -187,6 +187,32 @@ def test_huge_logits_give_the_mean_of_their_peaks(name, scale, sinks):
     np.testing.assert_allclose(got.lse[0, 0], (top + np.log(total))[:, 0], rtol=3e-7)
 
 
+THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
+TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
+VARIANTS = {
+    "workers": {"workers": 3},
+    "workers sections turns": {"workers": 5, "sections": True, "turns": True},
+    "sections chains": {"sections": True, "chains": 4},
+    "three": THREE,
+    "three turns workers": THREE | {"turns": True, "workers": 2, "sections": True, "chains": 2},
+    "three narrow": {"rows": 192, "groups": 3, "registers": (32, 160), "keys": 80, "turns": True},
+    "two CTAs": TWO_CTAS,
+    "two CTAs workers": TWO_CTAS | {"workers": 4, "chains": 4},
+    "slack": {"slack": 8.0},
+    "slack 0 three": THREE | {"slack": 0.0},
+    "fma": {"on_fma": 3, "slack": 8.0},
+    "fma three": THREE | {"on_fma": 16, "chains": 4},
+    "not beside": {"overlap": False, "turns": True, "workers": 2},
+}
+MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140), kv_lens=(300, 170), bottom_right=True)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_plan_variants_are_attention(name, seed):
+    passes(MANY, seed=seed, **VARIANTS[name])
+
+
 def test_segments_cost_only_their_own_tiles():
     """Packed sequences of 128: three of four key tiles are not loaded."""
     ids = np.repeat(np.arange(4, dtype=np.int32), 128)[None]

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
-from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles, query_tiles, up, work_item
+from jax_fa4.kernels.common.tiles import (
+    all_keys_visible,
+    dealt,
+    key_tiles,
+    query_tiles,
+    sectioned,
+    share,
+    up,
+    work_item,
+)
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
 from jax_fa4.kernels.sm90.fwd.plan import NATIVE_DEPTHS, bind, native, swizzle_of
@@ -97,6 +106,41 @@ def test_work_items_are_a_bijection_and_longest_first(longest_last):
     assert sorted(items) == sorted(itertools.product(range(tiles), range(heads), range(batch)))
     order = [tile for tile, head, b in items if (head, b) == (1, 2)]
     assert order == sorted(order, reverse=longest_last)
+
+
+@pytest.mark.parametrize("longest_last", [False, True])
+@pytest.mark.parametrize("section", [1, 3, 7, 100])
+def test_sections_are_a_bijection_and_longest_first_inside(section, longest_last):
+    tiles, lines = 5, 7
+    items = [sectioned(i, tiles, lines, section, longest_last) for i in range(tiles * lines)]
+    assert sorted(items) == sorted(itertools.product(range(tiles), range(lines)))
+    for s in range(0, lines, section):
+        part = [(tile, line) for tile, line in items if s <= line < s + section]
+        assert part == items[s * tiles : s * tiles + len(part)], "a section is done before the next"
+        order = [tile for tile, _ in part]
+        assert order == sorted(order, reverse=longest_last)
+
+
+@pytest.mark.parametrize("total", [0, 1, 4, 5, 9, 10, 11, 23])
+def test_every_item_is_dealt_once_and_falling_lengths_evenly(total):
+    hands = [[dealt(n, 5, c) for n in range(share(total, 5, c))] for c in range(5)]
+    assert sorted(i for hand in hands for i in hand) == list(range(total))
+    if total % 10 == 0:
+        assert len({sum(hand) for hand in hands}) == 1
+
+
+def test_a_plan_with_workers_has_places_for_the_next_queries_and_for_o():
+    plan = replace(select(problem(64), "sm_90a"), workers=132)
+    q, k, v = plan.rings
+    assert (q.stages, q.empty) == (2, 8)
+    assert plan.smem == 3 * 128 * 64 * 2 + 2 * k.bytes + 2 * v.bytes + 32 + 32 + 32
+    (kernel,) = bind(plan, plan.extents({"B": 2, "T": 200, "S": 333, "N": 4, "K": 2}))
+    assert kernel.grid == (132, 1, 1)
+    assert kernel.descriptors[3].box == (64, 64)
+    with pytest.raises(AssertionError):  # Q twice, K, V and O of depth 256 do not fit
+        replace(select(problem(256), "sm_90a"), workers=132)
+    with pytest.raises(AssertionError):  # two CTAs of 384 threads: 80 registers each at launch
+        replace(plan, blocks=2)
 
 
 def problem(d=128, v=None, n=4, k=2, dtype="bfloat16", direction="fwd", **kinds):

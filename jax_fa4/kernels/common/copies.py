@@ -72,3 +72,19 @@ def put(copy, tile):
         cute.copy(atom, inside[None, 0], outside[None, tile])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def send(copy, tile, stage):
+    """Starts the store of a stage to a tile. A whole warp calls it; `settle` by the same warp waits for it."""
+    atom, inside, outside = copy
+    with cute.arch.elect_one():
+        cute.copy(atom, inside[None, stage], outside[None, tile])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def settle():
+    """Waits until all that this warp has sent was read from shared memory. One election elects the same thread."""
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

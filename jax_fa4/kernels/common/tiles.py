@@ -71,3 +71,25 @@ def work_item(index: Any, tiles: Any, heads: Any, longest_last: bool) -> tuple[A
     if longest_last:
         tile = tiles - 1 - tile
     return tile, rest % heads, rest // heads
+
+
+def sectioned(index: Any, tiles: Any, lines: Any, section: Any, longest_last: bool, low: Any = min) -> tuple[Any, Any]:
+    """(tile, line) of a linear index, a line being one head of one example: `section` lines at a time, their keys small
+    enough together for L2, and of those all first tiles before all second ones. Longest first, where `longest_last`.
+    """
+    whole, rest = index // (section * tiles), index % (section * tiles)
+    width = low(section, lines - whole * section)
+    tile, line = rest // width, whole * section + rest % width
+    return (tiles - 1 - tile if longest_last else tile), line
+
+
+def share(total: Any, workers: Any, worker: Any, low: Any = min, high: Any = max) -> Any:
+    """How many of `total` items fall to a worker, dealt to and fro: see `dealt`."""
+    rounds, rest = total // workers, total % workers
+    place = worker + rounds % 2 * (workers - 1 - 2 * worker)
+    return rounds + low(high(rest - place, 0), 1)
+
+
+def dealt(n: Any, workers: Any, worker: Any) -> Any:
+    """The worker's n-th item. Every other round is dealt backwards: of falling lengths all get about the same sum."""
+    return n * workers + worker + n % 2 * (workers - 1 - 2 * worker)

@@ -4,7 +4,7 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -65,27 +65,88 @@ def row_scale(top, scale):
     return fine if cute.arch.fmax(top * fine, -(top * fine)) < STEEP else coarse
 
 
-@cute.jit
-def weigh(scores, peak, total, scale):
-    """Scores become exp2(scale * score - base); peak and total move on. Returns what older sums shrink by.
+def folded(line, op, chains):
+    """op over a row's values, as `chains` independent chains: one alone waits for each result before the next."""
+    parts = [line[c] for c in range(chains)]
+    for c in range(chains, cute.size(line)):
+        parts[c % chains] = op(parts[c % chains], line[c])
+    while len(parts) > 1:
+        parts = [op(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
-    scale: as for row_scale. A row that saw nothing yet keeps peak -inf: its base is 0, so that nothing becomes NaN.
+
+def exp2_by_fma(x):
+    """2^x for x <= 127 without MUFU: adding 1.5 * 2^23 toward -inf leaves floor(x) in the low mantissa bits, a
+    polynomial gives 2^(x - floor(x)), floor(x) is added to its exponent. Exactly 0 at or below -127.
+
+    Degree 4, largest relative error 3.0e-6: with 3 the log-sum-exp of a row with one key would show it.
+    """
+    x = cute.arch.fmax(x, -127.0)
+    cells = cute.make_rmem_tensor(2, Float32)
+    cells[0] = cute.math.add(x, Float32(12582912.0), rounding=cute.math.RoundingMode.DOWN)
+    f = x - (cells[0] - 12582912.0)
+    p = Float32(0.01342704240232706)
+    for c in (0.05224107950925827, 0.24128174781799316, 0.6930443048477173, 1.0):
+        p = cute.math.fma(p, f, Float32(c))
+    cells[1] = p
+    bits = cute.recast_tensor(cells, Int32)
+    bits[1] = bits[1] + (bits[0] << 23)
+    return cells[1]
+
+
+def exp2_line(line, on_fma):
+    """In place. on_fma: of 16 column pairs, spread evenly: which, depends on the column alone, or the same row would
+    round differently in differently shaped calls."""
+    for c in range(cute.size(line)):
+        emulated = c // 2 % 16 * on_fma % 16 < on_fma
+        line[c] = exp2_by_fma(line[c]) if emulated else cute.math.exp2(line[c], fastmath=True)
+
+
+@cute.jit
+def weigh(scores, state, scale, plan: cutlass.Constexpr):
+    """Scores become exp2(scale * score - base); state (peak, total) moves on. Returns what older sums shrink by.
+
+    scale: as for row_scale. plan: its chains, a power of two, on_fma and slack.
+    A row that saw nothing yet keeps peak -inf: its base is 0, so that nothing becomes NaN.
     """
     view = by_row(scores)
+    peak, total = state
     shrink = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
         line = view[r, None]
-        top = across_quad(line.load().reduce(cute.ReductionOp.MAX, peak[r], 0), cute.arch.fmax)
+        if const_expr(plan.chains > 1):
+            top = cute.arch.fmax(folded(line, cute.arch.fmax, plan.chains), peak[r])
+        else:
+            top = line.load().reduce(cute.ReductionOp.MAX, peak[r], 0)
+        top = across_quad(top, cute.arch.fmax)
         factor = row_scale(top, scale)
+        if const_expr(plan.slack >= 0):
+            top = peak[r] if (top - peak[r]) * factor <= plan.slack else top
         base = Float32(0.0) if top == -Float32.inf else product(top, factor)
         exponents = cute.math.fma(line.load(), cute.full_like(line, factor), cute.full_like(line, -base))
-        weights = cute.math.exp2(exponents, fastmath=True)
         # Where the peak has not moved this is exactly 1; the older base was product(peak, factor), its rounding too.
         shrink[r] = cute.math.exp2(product(peak[r], factor) - base, fastmath=True)
-        total[r] = total[r] * shrink[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0), 0)
         peak[r] = top
-        line.store(weights)
+        if const_expr(plan.on_fma > 0):
+            line.store(exponents)
+            exp2_line(line, plan.on_fma)
+        else:
+            line.store(cute.math.exp2(exponents, fastmath=True))
+        if const_expr(plan.chains > 1):
+            total[r] = total[r] * shrink[r] + folded(line, operator.add, plan.chains)
+        else:
+            total[r] = total[r] * shrink[r] + line.load().reduce(cute.ReductionOp.ADD, Float32(0), 0)
     return shrink
+
+
+@cute.jit
+def shrink_rows(acc, factor, slack: cutlass.Constexpr):
+    """scale_rows, with a slack only where a row of the warp does move."""
+    if const_expr(slack >= 0):
+        if cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
+            scale_rows(acc, factor)
+    else:
+        scale_rows(acc, factor)
 
 
 @cute.jit

@@ -6,16 +6,16 @@ from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.common.ring import Place, arrive, step, wait
 from jax_fa4.kernels.common.tiles import all_keys_visible
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
-from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out
-from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, scale_rows, weigh
+from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_rows
+from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, shrink_rows, weigh
 from jax_fa4.mask import keys_seen
 
 ZERO_BARRIER = 2  # named barrier of the math warps
-TURN_BARRIER = 3  # and the next: one for each of two warpgroups
+TURN_BARRIER = 3  # and the next: one for each warpgroup, up to four
 
 
 def scores_mma(plan):
@@ -31,15 +31,8 @@ def output_mma(plan):
 
 
 def start_scores(ctx, scores, q, k, stage):
-    steps = wgmma.STEP
-    wgmma.issue(
-        scores_mma(ctx.plan),
-        scores,
-        q[None, None, None, 0],
-        k[None, None, None, stage],
-        True,
-        -(-ctx.plan.depth // steps),
-    )
+    """q: of one query tile."""
+    wgmma.issue(scores_mma(ctx.plan), scores, q, k[None, None, None, stage], True, -(-ctx.plan.depth // wgmma.STEP))
 
 
 def start_output(ctx, out, weights, v, stage):
@@ -114,44 +107,48 @@ def clear_past(ctx, thread, at):
 
 @cute.jit
 def take_turn(ctx):
-    """Waits until the other warpgroup has issued its products of the step before (the first has no one to wait for)."""
+    """Waits until the warpgroup before has issued its products (the first one's first step has no one to wait for)."""
     if const_expr(ctx.plan.turns):
         cute.arch.barrier(barrier_id=TURN_BARRIER + ctx.warp // 4 - 1, number_of_threads=256)
 
 
 @cute.jit
-def give_turn(ctx, wanted):
-    """Lets the other warpgroup issue, if it still has a step to take: no arrival is left over at the end."""
+def give_turn(ctx, n):
+    """Lets the next warpgroup issue, after step n: the last one's next is the first, and its step n + 1.
+
+    Not where there is no such step: no arrival is left over at the end.
+    """
     if const_expr(ctx.plan.turns):
-        if wanted:
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - (ctx.warp // 4 - 1), number_of_threads=256)
+        groups = ctx.plan.groups
+        group = ctx.warp // 4 - 1
+        if (group < groups - 1) & (n > 0) | (n + 1 < ctx.last - ctx.first) & (group == groups - 1):
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + (group + 1) % groups, number_of_threads=256)
 
 
 @cute.jit
-def attend(ctx):
-    """Scores, weights and output of the CTA's queries, key tiles from the last to the first.
+def attend(ctx, q_at: Place, behind: Place):
+    """Scores, weights and output of a query tile, key tiles from the last to the first; returns the next place of V.
 
-    Tensor cores, in order: S(0) | S(n + 1), O += P(n) V(n) | O += P(last) V(last). exp2 of S(n + 1) beside P(n) V(n).
+    Tensor cores, in order: S(0) | S(n + 1), O += P(n) V(n) | O += P(last) V(last). With `overlap`, exp2 of S(n + 1)
+    beside P(n) V(n).
     """
     plan = ctx.plan
-    dtype = DTYPES[plan.dtype]
     thread = ctx.thread - 128
     row = ctx.tile * plan.rows + first_row(thread)
     qk, pv = scores_mma(plan), output_mma(plan)
     mine, ours = qk.get_slice(thread), pv.get_slice(thread)
-    q = qk.make_fragment_A(mine.partition_A(ctx.q[2]))
+    q = qk.make_fragment_A(mine.partition_A(ctx.q[2]))[None, None, None, q_at.index]
     k = qk.make_fragment_B(mine.partition_B(ctx.k[2]))
     v = pv.make_fragment_B(ours.partition_B(wgmma.turned(ctx.v[2])))
     scores = cute.make_rmem_tensor(mine.partition_shape_C((plan.rows, plan.keys)), Float32)
     out = cute.make_rmem_tensor(ours.partition_shape_C((plan.rows, plan.inner_value)), Float32)
-    weights, narrow = wgmma.as_operand(scores, dtype)
+    weights, narrow = wgmma.as_operand(scores, DTYPES[plan.dtype])
     peak, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     peak.fill(-Float32.inf)
     total.fill(0.0)
     out.fill(0.0)
     own = warp_ids(ctx, row) if const_expr(plan.segments) else None
-    behind = start(0)
-    wait(ctx.full["q"], start(0))
+    wait(ctx.full["q"], q_at)
     if ctx.last > ctx.first:
         wait(ctx.full["k"], behind)
         start_scores(ctx, scores, q, k, behind.index)
@@ -159,31 +156,48 @@ def attend(ctx):
         warpgroup.wait_group(0)
         arrive(ctx.empty["k"], behind)
         mask(ctx, scores, row, ctx.last - 1, own)
-        weigh(scores, peak, total, ctx.scale)
+        weigh(scores, (peak, total), ctx.scale, plan)
         wgmma.narrow_to(narrow, scores)
-        steps = ctx.last - ctx.first
-        give_turn(ctx, (ctx.warp >= 8) & (steps > 1))
-        for n in cutlass.range(1, steps, unroll=1):
+        give_turn(ctx, 0)
+        for n in cutlass.range(1, ctx.last - ctx.first, unroll=1):
             at = step(behind, plan.stages)
             wait(ctx.full["k"], at)
             take_turn(ctx)
             start_scores(ctx, scores, q, k, at.index)
             wait(ctx.full["v"], behind)
             start_output(ctx, out, weights, v, behind.index)
-            give_turn(ctx, (ctx.warp < 8) | (n + 1 < steps))
-            warpgroup.wait_group(1)
-            arrive(ctx.empty["k"], at)
+            give_turn(ctx, n)
+            if const_expr(plan.overlap):
+                warpgroup.wait_group(1)
+                arrive(ctx.empty["k"], at)
+            else:
+                warpgroup.wait_group(0)
+                arrive(ctx.empty["k"], at)
+                arrive(ctx.empty["v"], behind)
             mask(ctx, scores, row, ctx.last - 1 - n, own)
-            shrink = weigh(scores, peak, total, ctx.scale)
-            warpgroup.wait_group(0)
-            arrive(ctx.empty["v"], behind)
-            scale_rows(out, shrink)
+            shrink = weigh(scores, (peak, total), ctx.scale, plan)
+            if const_expr(plan.overlap):
+                warpgroup.wait_group(0)
+                arrive(ctx.empty["v"], behind)
+            shrink_rows(out, shrink, plan.slack)
             wgmma.narrow_to(narrow, scores)
             behind = at
+        if const_expr(plan.workers > 0):
+            arrive(ctx.empty["q"], q_at)
         wait(ctx.full["v"], behind)
         start_output(ctx, out, weights, v, behind.index)
         warpgroup.wait_group(0)
+        if const_expr(plan.workers > 0):
+            arrive(ctx.empty["v"], behind)
+            behind = step(behind, plan.stages)
+    else:
+        if const_expr(plan.workers > 0):
+            arrive(ctx.empty["q"], q_at)
     inverse, lse = finish(ctx, row, peak, total)
     normalise(out, inverse)
-    store_out(ctx, pv, thread, out)
+    if const_expr(plan.workers > 0):
+        store_rows(ctx, thread, out)
+    else:
+        store_out(ctx, pv, thread, out)
     store_lse(ctx, row, lse)
+    return behind

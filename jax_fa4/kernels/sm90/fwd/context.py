@@ -1,4 +1,4 @@
-"""What every role of the Hopper forward may read. Nothing in it changes after the prologue."""
+"""What every role of the Hopper forward may read. Nothing in it changes during a query tile."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,23 +11,26 @@ class Context:
     plan: Any
     warp: Any  # uniform warp index
     thread: Any  # 0.. within the CTA
-    tile: Any  # of queries
-    head: Any
-    kv_head: Any
-    batch: Any
-    first: Any  # key tiles [first, last)
-    last: Any
     queries: Any  # T
     keys: Any  # S
-    band: Any  # mask.Band of this example
+    heads: Any
+    group: Any  # query heads of a key head
     scale: Any  # times log2(e): what a score (capped, where there is a cap) is multiplied with; and its power of two
     cap: Any  # (scale / cap, cap), or None
-    sink: Any  # of this head, natural log, or None
-    segments: Any  # (pointer to this example's query ids, to its key ids), or None
     q: Any  # (atom, coordinate tensor, shared tensor)
     k: Any
     v: Any
     out: Any
-    lse: Any  # pointer to this head's line
     full: Any  # dict: ring name -> pointer to its barriers
     empty: Any
+    # Of one query tile:
+    tile: Any = None
+    head: Any = None
+    kv_head: Any = None
+    batch: Any = None
+    first: Any = None  # key tiles [first, last)
+    last: Any = None
+    band: Any = None  # mask.Band of this example
+    sink: Any = None  # of this head, natural log, or None
+    segments: Any = None  # (pointer to this example's query ids, to its key ids), or None
+    lse: Any = None  # pointer to this head's line

@@ -5,15 +5,19 @@ load warp --Q--> [q 1] --+
           --V--> [v 2] --+
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa4.ffi.buffers import VALUES
-from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
+from jax_fa4.kernels.common.copies import init_barriers, make_barriers, settle, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.common.tiles import key_tiles, up, work_item
+from jax_fa4.kernels.common.parts import ITEM_BYTES
+from jax_fa4.kernels.common.ring import start, step
+from jax_fa4.kernels.common.tiles import dealt, key_tiles, sectioned, share, up, work_item
 from jax_fa4.kernels.sm90.fwd.attend import attend
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
@@ -23,19 +27,29 @@ from jax_fa4.kernels.sm90.rows import LOG2_E, power_of_two
 from jax_fa4.kernels.sm90.wgmma import swizzled
 from jax_fa4.mask import Band
 
+FIRST_PARITY = {"load": 1, "math": 0}  # of a role's first waits
+SECTION_BYTES = 24 << 20  # of K and V that are met together: half of the 50 MB of L2 of an H100 or H200
+
 
 def layout(plan, rows, depth, stages):
     return swizzled(DTYPES[plan.dtype], rows, depth, stages, swizzle_of(depth))
 
 
 def shared_tensors(plan, memory):
-    """q, k, v and out. O takes Q's place: every query has met its last key by then."""
+    """q, k, v and out. O takes Q's place, as every query has met its last key by then; unless the next Q is there."""
     dtype = DTYPES[plan.dtype]
     place = memory.allocate_array(Uint8, plan.query_bytes, byte_alignment=1024)
+    out = (plan.rows, 1, 0)  # rows of a stage, stages, where: in 16-bit columns of plan.rows rows
+    if plan.workers:  # a stage for each warpgroup, behind the queries
+        out = (64, plan.groups, plan.q_stages * plan.inner)
     made = {}
-    for name, depth in (("q", plan.inner), ("out", plan.inner_value)):
-        form = layout(plan, plan.rows, depth, 1)
-        made[name] = cute.make_tensor(cute.recast_ptr(place, form.inner, dtype=dtype), form.outer)
+    for name, depth, (rows, stages, at) in (
+        ("q", plan.inner, (plan.rows, plan.q_stages, 0)),
+        ("out", plan.inner_value, out),
+    ):
+        form = layout(plan, rows, depth, stages)
+        begin = place + ITEM_BYTES[plan.dtype] * plan.rows * at
+        made[name] = cute.make_tensor(cute.recast_ptr(begin, form.inner, dtype=dtype), form.outer)
     for name, depth in (("k", plan.inner), ("v", plan.inner_value)):
         form = layout(plan, plan.keys, depth, plan.stages)
         made[name] = memory.allocate_tensor(dtype, form.outer, byte_alignment=1024, swizzle=form.inner)
@@ -48,6 +62,60 @@ def example_band(ints, batch, queries, keys):
     q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
     kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
     return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+
+
+def place(ctx, work, memory):
+    """The context of one query tile; work: (tile, head, batch), memory: see `forward`."""
+    plan, (tile, head, batch) = ctx.plan, work
+    ints, lse, q_segments, kv_segments, sinks, space = memory
+    band = example_band(ints, batch, ctx.queries, ctx.keys)
+    trip = key_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
+    (first, last), segments = (Int32(x) for x in trip), None
+    if const_expr(plan.segments):
+        segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
+        first, last = narrow(plan, tile, band, (first, last), segments, space)
+    return replace(
+        ctx,
+        tile=tile,
+        head=head,
+        kv_head=head // ctx.group,
+        batch=batch,
+        first=first,
+        last=last,
+        band=band,
+        sink=sinks[head] if const_expr(plan.sinks) else None,
+        segments=segments,
+        lse=lse + (batch.to(Int64) * ctx.heads + head) * ctx.queries,
+    )
+
+
+def item(ctx, index, lines):
+    """(tile, head, batch) of the index-th query tile of the call."""
+    plan, tiles = ctx.plan, up(ctx.queries, ctx.plan.rows)
+    if const_expr(plan.sections):
+        rows = cutlass.max(SECTION_BYTES // (ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)) // ctx.keys, 1)
+        tile, line = sectioned(index, tiles, lines, rows * ctx.group, plan.band, cutlass.min)
+        return tile, line % ctx.heads, line // ctx.heads
+    return work_item(index, tiles, ctx.heads, plan.band)
+
+
+def meet(role, ctx, q_at, at):
+    """One query tile from these places of the rings on; returns the next place in those of K and V."""
+    return (load if role == "load" else attend)(ctx, q_at, at)
+
+
+@cute.jit
+def work(ctx, memory, batches, role: cutlass.Constexpr):
+    """A role's part of all query tiles of this CTA: places of the rings move on from one to the next."""
+    plan = ctx.plan
+    lines = ctx.heads * batches
+    cta = cute.arch.block_idx()[0]
+    q_at, at = start(FIRST_PARITY[role]), start(FIRST_PARITY[role])
+    total = up(ctx.queries, plan.rows) * lines
+    for n in cutlass.range(share(total, plan.workers, cta, cutlass.min, cutlass.max), unroll=1):
+        one = place(ctx, item(ctx, dealt(n, plan.workers, cta), lines), memory)
+        at = meet(role, one, q_at, at)
+        q_at = step(q_at, plan.q_stages)
 
 
 @cute.kernel
@@ -70,11 +138,11 @@ def forward(
     keys: Int32,
     heads: Int32,
     kv_heads: Int32,
+    batches: Int32,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    tile, head, batch = work_item(cute.arch.block_idx()[0], up(queries, plan.rows), heads, plan.band)
     memory = SmemAllocator()
     shared = shared_tensors(plan, memory)
     full, empty = make_barriers(memory, plan.rings)
@@ -82,12 +150,7 @@ def forward(
         init_barriers(plan.rings, full, empty)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
-    band = example_band(ints, batch, queries, keys)
-    first, last = key_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
-    first, last, segments = Int32(first), Int32(last), None
-    if const_expr(plan.segments):
-        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
-        first, last = narrow(plan, tile, band, (first, last), segments, memory.allocate_array(Int32, plan.threads // 8))
+    space = memory.allocate_array(Int32, plan.threads // 8) if const_expr(plan.segments) else None
     scale, cap = floats[VALUES.scale], None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -97,34 +160,37 @@ def forward(
         plan=plan,
         warp=warp,
         thread=thread,
-        tile=tile,
-        head=head,
-        kv_head=head // (heads // kv_heads),
-        batch=batch,
-        first=first,
-        last=last,
         queries=queries,
         keys=keys,
-        band=band,
+        heads=heads,
+        group=heads // kv_heads,
         scale=(scale, power_of_two(scale)),
         cap=cap,
-        sink=sinks[head] if const_expr(plan.sinks) else None,
-        segments=segments,
         q=(q_atom, q, shared["q"]),
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
         out=(out_atom, out, shared["out"]),
-        lse=lse + (batch.to(Int64) * heads + head) * queries,
         full=full,
         empty=empty,
     )
+    pointers = (ints, lse, q_segments, kv_segments, sinks, space)
+    if const_expr(plan.workers == 0):
+        ctx = place(ctx, item(ctx, cute.arch.block_idx()[0], heads * batches), pointers)
     if warp < 4:
         cute.arch.setmaxregister_decrease(plan.registers[0])
         if warp == 0:
-            load(ctx)
+            if const_expr(plan.workers == 0):
+                meet("load", ctx, start(1), start(1))
+            else:
+                work(ctx, pointers, batches, "load")
     else:
         cute.arch.setmaxregister_increase(plan.registers[1])
-        attend(ctx)
+        if const_expr(plan.workers == 0):
+            meet("math", ctx, start(0), start(0))
+        else:
+            work(ctx, pointers, batches, "math")
+            if warp % 4 == 0:
+                settle()  # shared memory is this CTA's until its last store has read it
 
 
 def launch(stream, plan, data, e):
@@ -134,6 +200,8 @@ def launch(stream, plan, data, e):
     for d in main.descriptors:
         maps += tensor_map(d, data[d.tensor], cute.select(layout(plan, *d.box, 1), [0, 1]))
     pointers = [data.get(name) for name in ("lse", "ints", "floats", "q_segments", "kv_segments", "sinks")]
+    # More than one CTA of an SM needs all of its shared memory; left out, the DSL asks a driver about it.
+    several = {"preferred_smem_carveout": 100} if plan.blocks > 1 else {}
     forward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
-        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
+        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=plan.blocks, **several
     )

@@ -2,21 +2,26 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 
 from jax_fa4.kernels.common.copies import fetch, views
-from jax_fa4.kernels.common.ring import start, step, wait
+from jax_fa4.kernels.common.ring import Place, step, wait
 
 
 @cute.jit
-def load(ctx):
-    """Fills the rings q, k and v. Q is brought even for a tile that sees no key: the math role awaits it."""
+def load(ctx, q_at: Place, at: Place):
+    """Fills the rings for one query tile from the places on; returns the next of K and V.
+
+    Q is brought even for a tile that sees no key: the math role awaits it.
+    """
     plan = ctx.plan
     q, k, v = plan.rings
     copy_q = views(ctx.q, (plan.rows, plan.inner), ctx.head, ctx.batch)
     copy_k = views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch)
     copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
-    fetch(copy_q, ctx.tile, ctx.full["q"], start(0), q.bytes)
-    at = start(1)
+    if const_expr(plan.workers > 0):
+        wait(ctx.empty["q"], q_at)
+    fetch(copy_q, ctx.tile, ctx.full["q"], q_at, q.bytes)
     for n in cutlass.range(ctx.last - ctx.first, unroll=1):
         which = ctx.last - 1 - n
         wait(ctx.empty["k"], at)
@@ -24,3 +29,4 @@ def load(ctx):
         wait(ctx.empty["v"], at)
         fetch(copy_v, which, ctx.full["v"], at, v.bytes)
         at = step(at, plan.stages)
+    return at

@@ -43,7 +43,14 @@ class Plan:
     stages: int = 2
     groups: int = 2
     registers: tuple[int, int] = (24, 240)  # producer, math
-    turns: bool = False  # the two math warpgroups issue their products in turn, one's exp2 beside the other's products
+    turns: bool = False  # math warpgroups issue their products in turn, one's exp2 beside the other's products
+    overlap: bool = True  # exp2 of a tile also beside its own warpgroup's product of the tile before: registers for P
+    blocks: int = 1  # CTAs of an SM: one's start and end beside the other's work
+    workers: int = 0  # CTAs in all, each takes its share of the query tiles, loads run ahead; 0: a CTA for each
+    sections: bool = False  # order of query tiles: by length over as many heads as L2 holds; else head by head
+    chains: int = 1  # independent partial maxima and sums of a row
+    slack: float = -1.0  # powers of two that a row's peak may rise before older sums are shrunk; below 0: always shrunk
+    on_fma: int = 0  # of 16 column pairs, those whose exp2 is a polynomial on the FMA pipe
     arch: str = "sm_90a"
     direction: str = "fwd"
     spill_allowance: int = 0
@@ -55,9 +62,14 @@ class Plan:
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
         assert self.rows == 64 * self.groups and self.keys % 16 == 0 and self.keys <= 256, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
-        assert not self.turns or self.groups == 2, self.groups
+        assert not self.turns or self.groups > 1, self.groups
+        assert not (self.workers and self.segments), "which tiles segments share is found out by the whole CTA"
+        assert self.keys // 4 % self.chains == 0 and 0 <= self.on_fma <= 16, self
+        assert self.blocks * (self.smem + 1024) <= SMEM_LIMIT + 1024, (self, self.smem)
         producer, math = self.registers
-        assert 128 * (producer + self.groups * math) <= REGISTER_FILE and producer % 8 == math % 8 == 0, self.registers
+        launched = REGISTER_FILE // (self.blocks * self.threads) // 8 * 8  # of a thread; setmaxnreg moves them about
+        assert producer + self.groups * math <= (1 + self.groups) * launched, (self.registers, launched)
+        assert producer % 8 == math % 8 == 0, self.registers
 
     @property
     def inner(self) -> int:
@@ -101,15 +113,22 @@ class Plan:
         """K and V apart, so that K's stage is free before V's; every math warp frees a stage once."""
         warps, item = 4 * self.groups, ITEM_BYTES[self.dtype]
         return (
-            Ring("q", "load", "math", 1, 1, 0, item * self.rows * self.inner),
+            Ring("q", "load", "math", self.q_stages, 1, warps if self.workers else 0, item * self.rows * self.inner),
             Ring("k", "load", "math", self.stages, 1, warps, item * self.keys * self.inner),
             Ring("v", "load", "math", self.stages, 1, warps, item * self.keys * self.inner_value),
         )
 
     @property
+    def q_stages(self) -> int:
+        """The next query tile is brought while this one is at work, where there is one."""
+        return 2 if self.workers else 1
+
+    @property
     def query_bytes(self) -> int:
-        """Of Q's place, which takes O at the end."""
-        return ITEM_BYTES[self.dtype] * self.rows * max(self.inner, self.inner_value)
+        """Of the places of Q and O: O takes Q's at the end, unless the next Q is brought meanwhile."""
+        q, out = self.inner, self.inner_value
+        depths = self.q_stages * q + out if self.workers else max(q, out)
+        return ITEM_BYTES[self.dtype] * self.rows * depths
 
     @property
     def smem(self) -> int:
@@ -130,11 +149,11 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         map_of("q", plan.rows, plan.inner),
         map_of("k", plan.keys, plan.inner),
         map_of("v", plan.keys, plan.inner_value),
-        map_of("out", plan.rows, plan.inner_value, store=True),
+        map_of("out", 64 if plan.workers else plan.rows, plan.inner_value, store=True),
     )
     pointers = ("lse", *(b.name for b in plan.inputs[3:]))
-    grid = (up(e["T"], plan.rows) * e["N"] * e["B"], 1, 1)
-    extents = ("T", "S", "N", "K")
+    grid = (plan.workers or up(e["T"], plan.rows) * e["N"] * e["B"], 1, 1)
+    extents = ("T", "S", "N", "K", "B")
     return (Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),)
 
 
