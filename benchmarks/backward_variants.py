@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "held": {"held": True, "lagged": False},
     "lagged": {"held": True, "lagged": True},
     "rows128": {"held": True, "rows": 128},  # D64 only
+    "direct": {"held": True, "lagged": True, "direct": True, "parts": 0, "query_stages": 2, "dout_stages": 2},
     "sections": {"held": True, "lagged": True, "section": 32},
     "dependent": {"held": True, "lagged": True, "dependent": True},
     "ordered": {"held": True, "lagged": True, "ordered": True},

@@ -33,7 +33,7 @@ class Context:
     dv: Any
     ds: Any  # shared tensor (keys, rows, buffers): dS^T
     p: Any  # likewise P^T where warpgroups share the keys, or None
-    part: Any  # shared pointer: float32 dQ tiles in the order of the math threads' registers
+    part: Any  # shared pointer: float32 dQ tiles in the order of the math threads' registers, or None
     held: Any  # shared pointer: statistics by stage
     stats: Any  # pointers to scratch
     work: Any

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
@@ -158,6 +158,32 @@ def hand_over(ctx, h, at):
 
 
 @cute.jit
+def add_directly(ctx, h, tile):
+    """dQ registers onto the workspace's `tile`, 16 bytes a thread, a warp's in one line of 512."""
+    plan = ctx.plan
+    four = cute.make_tensor(h.part.iterator, cute.make_layout((4, cute.size(h.part) // 4)))
+    group, thread = h.thread // 128, h.thread % 128
+    to = ctx.work + (tile * (plan.rows * plan.depth) + thread * 4)
+    blocks = plan.rows * plan.depth // 512
+    for chunk in cutlass.range_constexpr(cute.size(four, mode=[1])):
+        block = block_of(plan, group, chunk)
+        if const_expr(plan.depth == plan.inner) or block < blocks:
+            cute.arch.inline_ptx(
+                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[(to + block * 512).toint(), *(four[i, chunk] for i in range(4))],
+            )
+
+
+@cute.jit
+def leave(ctx, h, at, tile):
+    """This query tile's dQ on its way to the workspace's `tile`; `at`: a place of the ring dq, where there is one."""
+    if const_expr(ctx.plan.direct):
+        add_directly(ctx, h, tile)
+    else:
+        hand_over(ctx, h, at)
+
+
+@cute.jit
 def clear_queries(ctx, h, m, q_at, dout_at):
     """Rows past q_len of Q and dO, which may hold anything, become zeros. Rows past T were read as such already."""
     plan = ctx.plan
@@ -195,7 +221,7 @@ def hold(ctx, at):
 
 
 @cute.jit
-def tile_step(ctx, h, m, places):
+def tile_step(ctx, h, m, places, line):
     """Tensor cores, in order: S, dP | dV | dQ, dK. exp2 runs beside dP, handing dQ over beside dK.
 
     Starting dV before dP is awaited looks like more overlap and is slower: 3-7 % on full masks, 1-3 % on causal ones
@@ -235,13 +261,13 @@ def tile_step(ctx, h, m, places):
     start_keys(ctx, h, q_at, buffer)
     warpgroup.wait_group(1)  # dV and dQ
     arrive(ctx.empty["dout"], dout_at)
-    hand_over(ctx, h, turn_at)
+    leave(ctx, h, turn_at, line + m)
     warpgroup.wait_group(0)  # dK
     arrive(ctx.empty["q"], q_at)
 
 
 @cute.jit
-def lagged_step(ctx, h, m, places, begun):
+def lagged_step(ctx, h, m, places, line, begun):
     """Tensor cores, in order: S, dP, dK of the step before | dQ, dV. exp2, dS beside dP and dK; dQ leaves beside dV.
 
     `begun`: a step has been before. Else dS is 0 and Q's stage this one's, so that dK stays.
@@ -269,9 +295,14 @@ def lagged_step(ctx, h, m, places, begun):
     wgmma.issue(products.queries_mma(plan), h.part, stage(h.ds_t, buffer.index), stage(h.k_t, 0), True)
     start_values(ctx, h, dout_at, buffer)
     warpgroup.wait_group(1)  # dQ
-    hand_over(ctx, h, turn_at)
+    leave(ctx, h, turn_at, line + m)
     warpgroup.wait_group(0)  # dV
     arrive(ctx.empty["dout"], dout_at)
+
+
+def first_line(ctx):
+    """The first query tile of the group's first head, counted over all heads and examples."""
+    return (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group) * ctx.tiles
 
 
 @cute.jit
@@ -279,16 +310,17 @@ def lagged_steps(ctx, h):
     plan = ctx.plan
     q_at, q_before, dout_at, turn_at, buffer = start(0), start(0), start(0), start(1), start(0)
     h.s[1].fill(0.0)
-    m = ctx.first
+    m, line = ctx.first, first_line(ctx)
     total = ctx.group * (ctx.last - ctx.first)
     for n in cutlass.range(total, unroll=1):
-        lagged_step(ctx, h, m, (q_at, q_before, dout_at, turn_at, buffer), n > 0)
+        lagged_step(ctx, h, m, (q_at, q_before, dout_at, turn_at, buffer), line, n > 0)
         q_before = q_at
         q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
         turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
         m = m + 1
         if m == ctx.last:
             m = ctx.first
+            line = line + ctx.tiles
     if total > 0:
         start_keys(ctx, h, q_before, buffer)
         warpgroup.wait_group(0)
@@ -298,11 +330,13 @@ def lagged_steps(ctx, h):
 def steps(ctx, h):
     plan = ctx.plan
     q_at, dout_at, turn_at, buffer = start(0), start(0), start(1), start(0)
+    line = first_line(ctx)
     for _ in cutlass.range(ctx.group, unroll=1):
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer))
+            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer), line)
             q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
             turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
+        line = line + ctx.tiles
 
 
 @cute.jit

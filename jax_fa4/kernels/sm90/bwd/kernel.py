@@ -101,7 +101,9 @@ def backward(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = SmemAllocator()
     shared = shared_tensors(plan, memory)
-    part = memory.allocate_array(Float32, plan.parts * plan.part_numbers, byte_alignment=128)
+    part = None
+    if const_expr(not plan.direct):
+        part = memory.allocate_array(Float32, plan.parts * plan.part_numbers, byte_alignment=128)
     held = memory.allocate_array(Float32, plan.query_stages * 2 * plan.rows, byte_alignment=128)
     full, empty = make_barriers(memory, plan.rings)
     if warp == 0:

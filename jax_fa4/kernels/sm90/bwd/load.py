@@ -22,7 +22,7 @@ def fetch_line(source, to, barrier, nbytes: cutlass.Constexpr):
 def load(ctx):
     """Fills the rings k, v, q and dout. K and V are brought only for a tile that somebody sees."""
     plan = ctx.plan
-    k, v, q, dout, _ = plan.rings
+    k, v, q, dout = plan.rings[:4]
     if ctx.last > ctx.first:
         fetch(views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch), ctx.tile, ctx.full["k"], start(0), k.bytes)
         copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)

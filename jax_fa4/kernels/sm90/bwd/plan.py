@@ -52,9 +52,8 @@ class Plan:
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
     held: bool = True  # exp2 is kept before the wait for dP, which ptxas else moves up over it
     lagged: bool = False  # dK of a step runs beside exp2 of the next
-    section: int = (
-        0  # MiB of L2 for heads whose key tiles are mixed, so that the longest of all come first; 0 = one head
-    )
+    direct: bool = False  # dQ leaves the registers by vector reductions to global memory: no parts, no reduce warp
+    section: int = 0  # MiB of L2 for heads whose key tiles are mixed, the longest of all first; 0 = one head
     dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
     arch: str = "sm_90a"
     direction: str = "bwd"
@@ -67,7 +66,8 @@ class Plan:
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
         assert self.rows == 64 or (self.rows == 64 * self.groups and not self.split_depth), self
         assert not self.lagged or not self.split_depth, "lagged takes dS from registers"
-        assert 1 <= self.parts <= 3, self.parts  # reduce warps stand beside the load warp in one warpgroup
+        # Reduce warps stand beside the load warp in one warpgroup; turns are taken by them.
+        assert self.parts == 0 and not self.ordered if self.direct else 1 <= self.parts <= 3, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         least, math = self.registers
         assert 128 * (least + self.groups * math) <= REGISTER_FILE and least % 8 == math % 8 == 0, self.registers
@@ -94,7 +94,7 @@ class Plan:
     @property
     def reducers(self) -> int:
         """Reduce warps. With `ordered` one for each part: a turn's way through L2 takes about as long as a step."""
-        return self.parts if self.ordered else 1
+        return self.parts if self.ordered or self.direct else 1
 
     @property
     def inner(self) -> int:
@@ -170,8 +170,7 @@ class Plan:
             Ring("v", "load", "math", 1, 1, 0, item * self.keys * self.inner_value),
             Ring("q", "load", "math", self.query_stages, 1, warps, query),
             Ring("dout", "load", "math", self.dout_stages, 1, warps, item * self.rows * self.inner_value),
-            Ring("dq", "math", "reduce", self.parts, warps, 1, 0),
-        )
+        ) + (Ring("dq", "math", "reduce", self.parts, warps, 1, 0),) * (not self.direct)
 
     @property
     def smem(self) -> int:
