@@ -69,12 +69,14 @@ def forward(case, dtype, seed=0, fill=lambda inp: None, **fields):
     given["sinks"] = None if inp.sinks is None else inp.sinks.astype(np.float32)
     memory = {b.name: given[b.name] for b in plan.inputs}
     shapes = {"B": case.b, "T": case.t, "S": case.s, "N": case.n, "K": case.k}
-    out, lse = plan.outputs
     e = plan.extents(shapes)
-    memory["out"] = Uninitialised(out.sized(e), raw(np.zeros(0), dtype).dtype)
-    memory["lse"] = Uninitialised(lse.sized(e), np.dtype(np.float32))
-    (launch,) = launches(plan, bind, shapes, ptx_of(plan))
-    report = run(launch.ptx, to_emulator(launch), memory, seed=seed)
+    for b in plan.outputs:
+        kind = raw(np.zeros(0), dtype).dtype if b.name == "out" else np.dtype(np.float32)
+        memory[b.name] = Uninitialised(b.sized(e), kind)
+    for launch in launches(plan, bind, shapes, ptx_of(plan)):
+        report = run(launch.ptx, to_emulator(launch), memory, seed=seed)
+        report.check()
+        memory |= {name: report.outputs[name] for name in ("part", "part_lse") if name in memory}
     got = report.outputs["out"]
     got = got.view(DTYPES[dtype]) if dtype == "bfloat16" else got
     none = [None] * (len(Result._fields) - 2)
@@ -211,6 +213,22 @@ MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140),
 @pytest.mark.parametrize("name", VARIANTS)
 def test_plan_variants_are_attention(name, seed):
     passes(MANY, seed=seed, **VARIANTS[name])
+
+
+SMALL = {"rows": 64, "groups": 1, "registers": (24, 240), "splits": True}
+SPLIT = {
+    "lengths": (Case("split_lengths", b=2, t=70, s=900, n=2, k=1, kv_lens=(900, 130), q_lens=(70, 3)), SMALL),
+    "causal": (Case("split_causal", b=1, t=200, s=900, n=1, k=1, causal=True, bottom_right=True), SMALL),
+    "sinks": (Case("split_sinks", b=1, t=2, s=700, n=3, k=3, sinks=True, kv_lens=(690,), d=72, v=40), SMALL),
+    "one query": (Case("decode", b=2, t=1, s=900, n=8, k=2, d=128, kv_lens=(900, 0)), SMALL | {"packed": True}),
+    "one empty": (Case("decode_none", b=2, t=1, s=600, n=6, k=1, q_lens=(1, 0)), SMALL | {"packed": True}),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_keys_are_combined(name):
+    case, fields = SPLIT[name]
+    passes(case, seed=1, **fields)
 
 
 def test_segments_cost_only_their_own_tiles():

@@ -10,7 +10,7 @@ from jax_fa4.kernels.common.ring import Place, arrive, step, wait
 from jax_fa4.kernels.common.tiles import all_keys_visible
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
-from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_rows
+from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_part, store_rows
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, shrink_rows, weigh
 from jax_fa4.mask import keys_seen
 
@@ -195,7 +195,9 @@ def attend(ctx, q_at: Place, behind: Place):
             arrive(ctx.empty["q"], q_at)
     inverse, lse = finish(ctx, row, peak, total)
     normalise(out, inverse)
-    if const_expr(plan.workers > 0):
+    if const_expr(plan.splits):
+        store_part(ctx, row, out)
+    elif const_expr(plan.workers > 0):
         store_rows(ctx, thread, out)
     else:
         store_out(ctx, pv, thread, out)

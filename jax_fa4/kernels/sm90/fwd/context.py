@@ -14,6 +14,7 @@ class Context:
     queries: Any  # T
     keys: Any  # S
     heads: Any
+    batches: Any
     group: Any  # query heads of a key head
     scale: Any  # times log2(e): what a score (capped, where there is a cap) is multiplied with; and its power of two
     cap: Any  # (scale / cap, cap), or None
@@ -34,3 +35,4 @@ class Context:
     sink: Any = None  # of this head, natural log, or None
     segments: Any = None  # (pointer to this example's query ids, to its key ids), or None
     lse: Any = None  # pointer to this head's line
+    part: Any = None  # pointer to this head's rows of the float32 output of a part of the keys, where keys are split

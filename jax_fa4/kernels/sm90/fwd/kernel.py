@@ -19,6 +19,7 @@ from jax_fa4.kernels.common.parts import ITEM_BYTES
 from jax_fa4.kernels.common.ring import start, step
 from jax_fa4.kernels.common.tiles import dealt, key_tiles, sectioned, share, up, work_item
 from jax_fa4.kernels.sm90.fwd.attend import attend
+from jax_fa4.kernels.sm90.fwd.combine import combine
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
 from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of
@@ -56,24 +57,38 @@ def shared_tensors(plan, memory):
     return made
 
 
-def example_band(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
+def example_band(ints, batch, queries, keys, rows=1):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]. rows: of each query, heads being rows."""
     at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len] * rows, queries), 0)
     kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
     return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+
+
+@cute.jit
+def only_first(sink, this):
+    """A row's sink counts once: with the first part of its keys."""
+    return sink if this == 0 else -cutlass.Float32.inf
 
 
 def place(ctx, work, memory):
     """The context of one query tile; work: (tile, head, batch), memory: see `forward`."""
     plan, (tile, head, batch) = ctx.plan, work
-    ints, lse, q_segments, kv_segments, sinks, space = memory
-    band = example_band(ints, batch, ctx.queries, ctx.keys)
+    ints, lse, q_segments, kv_segments, sinks, space, (part, this, parts) = memory
+    band = example_band(ints, batch, ctx.queries, ctx.keys, ctx.queries if plan.packed else 1)
     trip = key_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
     (first, last), segments = (Int32(x) for x in trip), None
     if const_expr(plan.segments):
         segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
         first, last = narrow(plan, tile, band, (first, last), segments, space)
+    line = batch.to(Int64) * ctx.heads + head
+    sink = sinks[head] if const_expr(plan.sinks) else None
+    if const_expr(plan.splits):
+        first, last = first + (last - first) * this // parts, first + (last - first) * (this + 1) // parts
+        line = line + this.to(Int64) * ctx.heads * ctx.batches
+        part = part + line * ctx.queries * plan.value_depth
+        if const_expr(plan.sinks):
+            sink = only_first(sink, this)
     return replace(
         ctx,
         tile=tile,
@@ -83,15 +98,16 @@ def place(ctx, work, memory):
         first=first,
         last=last,
         band=band,
-        sink=sinks[head] if const_expr(plan.sinks) else None,
+        sink=sink,
         segments=segments,
-        lse=lse + (batch.to(Int64) * ctx.heads + head) * ctx.queries,
+        lse=lse + line * ctx.queries,
+        part=part,
     )
 
 
-def item(ctx, index, lines):
+def item(ctx, index):
     """(tile, head, batch) of the index-th query tile of the call."""
-    plan, tiles = ctx.plan, up(ctx.queries, ctx.plan.rows)
+    plan, tiles, lines = ctx.plan, up(ctx.queries, ctx.plan.rows), ctx.heads * ctx.batches
     if const_expr(plan.sections):
         rows = cutlass.max(SECTION_BYTES // (ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)) // ctx.keys, 1)
         tile, line = sectioned(index, tiles, lines, rows * ctx.group, plan.band, cutlass.min)
@@ -105,15 +121,14 @@ def meet(role, ctx, q_at, at):
 
 
 @cute.jit
-def work(ctx, memory, batches, role: cutlass.Constexpr):
+def work(ctx, memory, role: cutlass.Constexpr):
     """A role's part of all query tiles of this CTA: places of the rings move on from one to the next."""
     plan = ctx.plan
-    lines = ctx.heads * batches
     cta = cute.arch.block_idx()[0]
     q_at, at = start(FIRST_PARITY[role]), start(FIRST_PARITY[role])
-    total = up(ctx.queries, plan.rows) * lines
+    total = up(ctx.queries, plan.rows) * ctx.heads * ctx.batches
     for n in cutlass.range(share(total, plan.workers, cta, cutlass.min, cutlass.max), unroll=1):
-        one = place(ctx, item(ctx, dealt(n, plan.workers, cta), lines), memory)
+        one = place(ctx, item(ctx, dealt(n, plan.workers, cta)), memory)
         at = meet(role, one, q_at, at)
         q_at = step(q_at, plan.q_stages)
 
@@ -134,11 +149,13 @@ def forward(
     q_segments,
     kv_segments,
     sinks,
+    part,
     queries: Int32,
     keys: Int32,
     heads: Int32,
     kv_heads: Int32,
     batches: Int32,
+    parts,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
@@ -164,6 +181,7 @@ def forward(
         keys=keys,
         heads=heads,
         group=heads // kv_heads,
+        batches=batches,
         scale=(scale, power_of_two(scale)),
         cap=cap,
         q=(q_atom, q, shared["q"]),
@@ -173,35 +191,45 @@ def forward(
         full=full,
         empty=empty,
     )
-    pointers = (ints, lse, q_segments, kv_segments, sinks, space)
+    index, this = cute.arch.block_idx()[0], None
+    if const_expr(plan.splits):
+        index, this = index // parts, index % parts
+    pointers = (ints, lse, q_segments, kv_segments, sinks, space, (part, this, parts))
     if const_expr(plan.workers == 0):
-        ctx = place(ctx, item(ctx, cute.arch.block_idx()[0], heads * batches), pointers)
+        ctx = place(ctx, item(ctx, index), pointers)
     if warp < 4:
         cute.arch.setmaxregister_decrease(plan.registers[0])
         if warp == 0:
             if const_expr(plan.workers == 0):
                 meet("load", ctx, start(1), start(1))
             else:
-                work(ctx, pointers, batches, "load")
+                work(ctx, pointers, "load")
     else:
         cute.arch.setmaxregister_increase(plan.registers[1])
         if const_expr(plan.workers == 0):
             meet("math", ctx, start(0), start(0))
         else:
-            work(ctx, pointers, batches, "math")
+            work(ctx, pointers, "math")
             if warp % 4 == 0:
                 settle()  # shared memory is this CTA's until its last store has read it
 
 
 def launch(stream, plan, data, e):
     """data: pointers by buffer name; e: extents by symbol."""
-    (main,) = bind(plan, e, wide=lambda x: x.to(Int64))
+    main, *then = bind(plan, e, wide=lambda x: x.to(Int64))
     maps = []
     for d in main.descriptors:
         maps += tensor_map(d, data[d.tensor], cute.select(layout(plan, *d.box, 1), [0, 1]))
-    pointers = [data.get(name) for name in ("lse", "ints", "floats", "q_segments", "kv_segments", "sinks")]
+    named = {**e, "R": e["N"] // e["K"]}
+    pointers = [data.get(name) for name in ("part_lse" if plan.splits else "lse", "ints", "floats")]
+    pointers += [data.get(name) for name in ("q_segments", "kv_segments", "sinks", "part")]
+    sizes = [named[symbol] for symbol in main.extents] + [None] * (not plan.splits)
     # More than one CTA of an SM needs all of its shared memory; left out, the DSL asks a driver about it.
     several = {"preferred_smem_carveout": 100} if plan.blocks > 1 else {}
-    forward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+    forward(*maps, *pointers, *sizes, plan).launch(
         grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=plan.blocks, **several
     )
+    for last in then:
+        combine(*[data[name] for name in last.pointers], *[e[symbol] for symbol in last.extents], plan).launch(
+            grid=last.grid, block=(last.block, 1, 1), stream=stream
+        )

@@ -11,6 +11,9 @@ from jax_fa4.kernels.common.tiles import up
 from jax_fa4.spec import Problem, Unsupported
 
 NATIVE_DEPTHS = (64, 96, 128, 192, 256)
+SMS = 132  # of an H100 or H200
+MOST_PARTS = 64  # of a query tile's keys
+COMBINE_ROWS = 4  # rows that a CTA of the combining kernel takes, a warp each
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 
 
@@ -50,6 +53,8 @@ class Plan:
     sections: bool = False  # order of query tiles: by length over as many heads as L2 holds; else head by head
     chains: int = 1  # independent partial maxima and sums of a row
     slack: float = -1.0  # powers of two that a row's peak may rise before older sums are shrunk; below 0: always shrunk
+    splits: bool = False  # the key tiles of a query tile are shared by P CTAs, a second kernel combines what they found
+    packed: bool = False  # one query (T = 1): the heads that share a key head are the rows of its tile
     on_fma: int = 0  # of 16 column pairs, those whose exp2 is a polynomial on the FMA pipe
     arch: str = "sm_90a"
     direction: str = "fwd"
@@ -64,6 +69,8 @@ class Plan:
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         assert not self.turns or self.groups > 1, self.groups
         assert not (self.workers and self.segments), "which tiles segments share is found out by the whole CTA"
+        assert not (self.workers and self.splits), "CTAs with several query tiles do not share them"
+        assert not (self.packed and (self.band or self.segments or self.sinks)), "what differs between heads or queries"
         assert self.keys // 4 % self.chains == 0 and 0 <= self.on_fma <= 16, self
         assert self.blocks * (self.smem + 1024) <= SMEM_LIMIT + 1024, (self, self.smem)
         producer, math = self.registers
@@ -99,14 +106,27 @@ class Plan:
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
-        return (
+        base = (
             Buffer("out", self.dtype, ("B", "T", "N", self.value_depth), "out"),
             Buffer("lse", "float32", ("B", "N", "T"), "out"),
         )
+        parts = (
+            Buffer("part", "float32", ("P", "B", "N", "T", self.value_depth), "scratch"),
+            Buffer("part_lse", "float32", ("P", "B", "N", "T"), "scratch"),
+        )
+        return base + parts * self.splits
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K."""
-        return {**shapes, **value_extents(shapes["B"])}
+        """All symbols of one call, from B, T, S, N and K. P: enough parts for every SM, of two key tiles at least."""
+        e = {**shapes, **value_extents(shapes["B"])}
+        if self.packed:
+            assert e["T"] == 1, e
+            e["R"] = e["N"] // e["K"]
+        if self.splits:
+            tiles = up(e["R"], self.rows) * e["K"] if self.packed else up(e["T"], self.rows) * e["N"]
+            wanted = up(SMS * self.blocks, max(tiles * e["B"], 1))
+            e["P"] = max(min(wanted, e["S"] // (2 * self.keys), MOST_PARTS), 1)
+        return e
 
     @property
     def rings(self) -> tuple[Ring, ...]:
@@ -141,9 +161,17 @@ class Plan:
 def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
     buffers = {b.name: b for b in plan.inputs + plan.outputs}
+    queries, heads = "T", "N"
+    if plan.packed:
+        queries, heads, e = "R", "K", {**e, "R": e["N"] // e["K"]}
 
     def map_of(name: str, rows: int, depth: int, store: bool = False) -> Descriptor:
-        return rows_of(buffers[name], (rows, depth), e, wide, store=store, swizzle=swizzle_of(depth))
+        kind: dict[str, Any] = {"store": store, "swizzle": swizzle_of(depth)}
+        if plan.packed and name in ("q", "out"):
+            true = buffers[name].shape[-1]
+            strides = (true, 1, wide(e["R"]) * true, wide(e["N"]) * true)
+            return Descriptor(name, (e["R"], true, e["K"], e["B"]), strides, (rows, depth), **kind)
+        return rows_of(buffers[name], (rows, depth), e, wide, **kind)
 
     maps = (
         map_of("q", plan.rows, plan.inner),
@@ -151,10 +179,19 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         map_of("v", plan.keys, plan.inner_value),
         map_of("out", 64 if plan.workers else plan.rows, plan.inner_value, store=True),
     )
-    pointers = ("lse", *(b.name for b in plan.inputs[3:]))
-    grid = (plan.workers or up(e["T"], plan.rows) * e["N"] * e["B"], 1, 1)
-    extents = ("T", "S", "N", "K", "B")
-    return (Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),)
+    pointers: tuple[str, ...] = ("part_lse" if plan.splits else "lse", *(b.name for b in plan.inputs[3:]))
+    grid = plan.workers or up(e[queries], plan.rows) * e[heads] * e["B"]
+    extents: tuple[str, ...] = (queries, "S", heads, "K", "B")
+    if not plan.splits:
+        return (
+            Kernel("forward", (grid, 1, 1), plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),
+        )
+    pointers, extents = (*pointers, "part"), (*extents, "P")
+    grid = grid * e["P"]
+    main = Kernel("forward", (grid, 1, 1), plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents)
+    rows = up(e["B"] * e["N"] * e["T"], COMBINE_ROWS)
+    taken = ("part", "part_lse", "out", "lse")
+    return (main, Kernel("combine", (rows, 1, 1), 32 * COMBINE_ROWS, pointers=taken, extents=("B", "N", "T", "P")))
 
 
 def tiles_for(depth: int, value_depth: int, crowded: bool = False) -> dict[str, Any]:

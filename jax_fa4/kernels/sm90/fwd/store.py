@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import warp
 from jax_fa4.kernels.common.copies import put, send, settle, views
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm90 import wgmma
-from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E, by_row, product, quad_sum
+from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E, by_row, column_of, product, quad_sum
 
 STORE_BARRIER = 1  # named barrier of the math warps
 ROWS_BARRIER = 7  # and the next: one for each warpgroup
@@ -93,6 +93,20 @@ def store_rows(ctx, thread, out):
     if ctx.warp % 4 == 0:
         copy = views(ctx.out, (64, plan.inner_value), ctx.head, ctx.batch)
         send(copy, ctx.tile * plan.groups + group, group)
+
+
+@cute.jit
+def store_part(ctx, row, out):
+    """The thread's two rows in float32, from registers; up to T and the true depth."""
+    view = by_row(out)
+    depth = ctx.plan.value_depth
+    first = 2 * (ctx.thread % 4)
+    for r in cutlass.range_constexpr(2):
+        if row + 8 * r < ctx.queries:
+            to = ctx.part + (row + 8 * r) * depth + first
+            for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+                if const_expr(column_of(c) < depth):  # depths are multiples of 8, as are a thread's column blocks
+                    to[column_of(c)] = view[r, c]
 
 
 @cute.jit
