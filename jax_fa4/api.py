@@ -146,13 +146,22 @@ def _scale(value: Any, depth: int, acc: Any) -> tuple[Any, bool]:
         raise ValueError(f"the depth of query and key must be at least 1; it is {depth}")
     if value is None:
         return jnp.asarray(1 / math.sqrt(depth), acc), False
-    if isinstance(value, jax.core.Tracer):
-        if value.ndim:
-            raise ValueError(f"scale must be a scalar; it has shape {value.shape}")
-        return value.astype(acc), True
     if np.ndim(value):
         raise ValueError(f"scale must be a scalar; it has shape {np.shape(value)}")
-    return jnp.asarray(spec.check_scale(float(value)), acc), False
+    if isinstance(value, jax.core.Tracer):
+        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+            raise TypeError(f"scale must be a real number; its dtype is {value.dtype.name}")
+        return value.astype(acc), True
+    return _rounded("scale", spec.check_scale(value), acc), False
+
+
+def _rounded(name: str, value: float, acc: Any) -> Any:
+    """A positive number in the accumulation dtype; one that becomes 0 or infinite there is refused."""
+    with np.errstate(over="ignore", under="ignore"):
+        short = np.asarray(value).astype(acc)
+    if not (np.isfinite(short) and short > 0):
+        raise ValueError(f"{name} must be finite and above 0 in {jnp.dtype(acc).name}; {value} becomes {short} there")
+    return jnp.asarray(short)
 
 
 def _lengths(name: str, lengths: Any, batch: tuple[int, ...], full: int) -> Any:
@@ -205,6 +214,7 @@ def _operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, o: Options
     q_len = _lengths("query_seq_lengths", o.query_seq_lengths, batch, t)
     kv_len = _lengths("key_value_seq_lengths", o.key_value_seq_lengths, batch, s)
     left, right = spec.band_sides(bool(o.is_causal), o.local_window_size) or (UNBOUNDED, UNBOUNDED)
+    cap = spec.check_soft_cap(o.logits_soft_cap)
     ops = Operands(
         query=query,
         key=key,
@@ -214,7 +224,7 @@ def _operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, o: Options
         q_len=q_len,
         kv_len=kv_len,
         scale=scale,
-        soft_cap=jnp.asarray(spec.check_soft_cap(o.logits_soft_cap) or 0, acc),
+        soft_cap=jnp.zeros((), acc) if cap is None else _rounded("logits_soft_cap", cap, acc),
         q_segments=_segments("query_segment_ids", o.query_segment_ids, (*batch, t)),
         kv_segments=_segments("key_value_segment_ids", o.key_value_segment_ids, (*batch, s)),
         sinks=_sinks(o.sinks, n, acc),
@@ -377,7 +387,8 @@ def attention_varlen(
       query: [total_q, N, D]. key: [total_k, K, D]. value: [total_k, K, V].
       cu_seqlens_q, cu_seqlens_k: int [sequences + 1], ascending from 0 to at most the totals.
       max_seqlen_q, max_seqlen_k: Python ints, at least the longest sequence. A longer one is refused where the lengths
-        are concrete; where they are traced its rows become NaN, so that nothing is cut off silently.
+        are concrete; where they are traced its rows become NaN, so that nothing is cut off silently. Likewise traced
+        cu_seqlens that do not ascend so make every row NaN.
       The others as in `attention`.
 
     Returns:
@@ -405,8 +416,11 @@ def attention_varlen(
         checkpoint_name=checkpoint_name,
     )  # fmt: skip
     cut = (q_len > longest["q"]) | (kv_len > longest["k"])
-    nothing = -jnp.inf if sinks is None else jnp.asarray(sinks, jnp.float32)
-    out, lse = _pack(out, cu_q, query.shape[0], cut, 0), _pack(lse, cu_q, query.shape[0], cut, nothing)
+    wrong = _out_of_order(cu_q, query.shape[0]) | _out_of_order(cu_k, key.shape[0])
+    zero = jnp.where(wrong, jnp.nan, 0)
+    nothing = zero + (-jnp.inf if sinks is None else jnp.asarray(sinks, jnp.float32))
+    cut |= wrong
+    out, lse = _pack(out, cu_q, query.shape[0], cut, zero), _pack(lse, cu_q, query.shape[0], cut, nothing)
     return (out, lse) if return_residual else out
 
 
@@ -434,6 +448,11 @@ def _cumulative(name: str, cu: Any, total: int, longest: int) -> Any:
     return jnp.asarray(cu, jnp.int32)
 
 
+def _out_of_order(cu: Any, total: int) -> Any:
+    """Whether traced lengths do not ascend from 0 to at most the total: what belongs to whom is then not known."""
+    return (cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > total)
+
+
 def _spread(x: Any, cu: Any, longest: int) -> tuple[Any, Any]:
     """[total, ...] -> [sequences, longest, ...] and the lengths; places past a length hold 0."""
     lengths = cu[1:] - cu[:-1]
@@ -448,8 +467,10 @@ def _spread(x: Any, cu: Any, longest: int) -> tuple[Any, Any]:
 def _pack(x: Any, cu: Any, total: int, cut: Any, nothing: Any) -> Any:
     """[sequences, longest, ...] -> [total, ...]; rows of cut sequences are NaN, rows of none hold `nothing`."""
     fill = jnp.broadcast_to(jnp.asarray(nothing, x.dtype), (total, *x.shape[2:]))
-    if 0 in x.shape[:2] or total == 0:
+    if x.shape[0] == 0 or total == 0:
         return fill
+    if x.shape[1] == 0:  # no sequence may have a row; one that does, traced, is cut
+        x = jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
     row = jnp.arange(total, dtype=jnp.int32)
     owner = jnp.clip(jnp.searchsorted(cu, row, side="right") - 1, 0, x.shape[0] - 1)
     place = jnp.clip(row - cu[owner], 0, x.shape[1] - 1)

@@ -85,6 +85,8 @@ def check_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
         raise ValueError(f"key and value must have the same number of heads; they have {key[-2]} and {value[-2]}")
     if query[-1] != key[-1]:
         raise ValueError(f"query and key must have the same depth; query has {query[-1]} and key has {key[-1]}")
+    if value[-1] < 1:
+        raise ValueError(f"the depth of value must be at least 1; it is {value[-1]}")
     check_heads(query[-2], key[-2])
 
 
@@ -140,8 +142,19 @@ def band_sides(is_causal: bool, window: Any) -> tuple[int, int] | None:
     return UNBOUNDED if left is None else left, UNBOUNDED if right is None else right
 
 
-def check_scale(scale: float) -> float:
+def _number(name: str, x: Any) -> float:
+    """A Python float of a real scalar; strings and booleans, which float() takes too, are not numbers here."""
+    try:
+        if isinstance(x, (str, bytes, bool)):
+            raise TypeError
+        return float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a real number or None; it is {x!r}") from None
+
+
+def check_scale(scale: Any) -> float:
     """A concrete scale: finite and above 0."""
+    scale = _number("scale", scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be finite and above 0; it is {scale}")
     return scale
@@ -152,7 +165,7 @@ def check_soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
     try:
-        value = float(cap)
+        value = _number("logits_soft_cap", cap)
     except Exception:
         raise TypeError(
             f"logits_soft_cap must be a concrete number or None; it is {type(cap).__name__}. A traced cap would need a"
@@ -174,7 +187,8 @@ def check_implementation(implementation: Any) -> tuple[str, ...]:
     """None, a name or a sequence of names, as the tuple of what may be used, in order."""
     if implementation is None:
         return IMPLEMENTATIONS
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    names = tuple(names) if isinstance(names, (tuple, list)) else ()  # not a set: it has no order of preference
     unknown = [n for n in names if n not in IMPLEMENTATIONS]
     if unknown or not names:
         raise ValueError(f"implementation must be None, 'fa4', 'xla' or a sequence of these; it is {implementation!r}")

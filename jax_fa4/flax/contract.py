@@ -55,7 +55,7 @@ class AttentionFn:
         spec.check_soft_cap(self.logits_soft_cap)
         spec.check_implementation(self.implementation)
         if self.scale is not None:
-            spec.check_scale(float(self.scale))
+            spec.check_scale(self.scale)
         for name in ("is_causal", "deterministic_backward"):
             check_flag(name, getattr(self, name), optional=name == "deterministic_backward")
 
