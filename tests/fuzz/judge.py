@@ -20,7 +20,8 @@ from problems import Case, Inputs
 
 DTYPE, ACC = 2.0, 8.0  # largest ratios seen are in the results of a run
 SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-SMALLEST = {"float64": 1e-300, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
+# Where small numbers end: XLA flushes float32 below 2^-126 to 0, in each of up to 1000 terms of a sum.
+SMALLEST = {"float64": 1e-300, "float32": 2.0**-116, "float16": 2.0**-24, "bfloat16": 2.0**-116}
 LARGEST = {"float64": 1e300, "float32": 1e38, "float16": 6e4, "bfloat16": 1e38}
 
 
@@ -67,12 +68,12 @@ def bounds(case: Case, inp: Inputs, dtypes: tuple[str, str], exact: Result) -> R
     dbias = None
     if case.bias:
         dbias = ds.sum(axis=tuple(i for i in range(4) if case.bias[i] == 1), keepdims=True)
-        dbias = dbias + SPACING[bias_dtype] * np.abs(exact.dbias) + tiny
+        dbias = dbias + SPACING[bias_dtype] * np.abs(exact.dbias) + tiny + SMALLEST[bias_dtype]
     return Result(
         ((relative * p + absolute) @ v + tiny).swapaxes(1, 2),
         logit[..., 0] + (ACC * a + SPACING["float32"]) * np.abs(finite),
         dq, heads(scale * ds.swapaxes(2, 3) @ q), heads((relative * p + absolute).swapaxes(2, 3) @ do),
-        dbias, (relative[..., 0] * p_sink * delta).sum(axis=(0, 2)) + tiny if case.sinks else None,
+        dbias, ((relative[..., 0] * p_sink + tiny) * delta).sum(axis=(0, 2)) + tiny if case.sinks else None,
         (dq * np.abs(inp.query)).sum() / scale + tiny,
     )  # fmt: skip
 
