@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name as name_residual
 
-from jax_fa4 import kernels, operands, primitives, sharding, spec
+from jax_fa4 import kernels, primitives, sharding, spec
 from jax_fa4.config import config
 from jax_fa4.mask import UNBOUNDED
+from jax_fa4.operands import within
 from jax_fa4.primitives import How
 from jax_fa4.reference import Operands
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
@@ -170,7 +171,7 @@ def _lengths(name: str, lengths: Any, batch: tuple[int, ...], full: int) -> Any:
         return jnp.full(batch, full, jnp.int32)
     lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
     spec.check_per_example(name, lengths.shape, lengths.dtype.kind, batch)
-    return operands.within(lengths, full)
+    return within(lengths, full)
 
 
 def _segments(name: str, ids: Any, wanted: tuple[int, ...]) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_fa4 import mask as arithmetic
 from jax_fa4 import spec
-from jax_fa4.operands import within
+from jax_fa4.api import within
 
 Array = Any
 Window = Any  # int | (left, right) with None for unbounded, as in `attention`
