@@ -5,16 +5,18 @@ poison, schedules are adversarial where a seed is given.
 """
 
 import importlib.util
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from compare import Result, check
+from compare import Result, check, visibility
 from emulated import ptx_of, raw
 from emulator import Uninitialised, run
 from launch import launches, to_emulator
 from problems import BY_NAME, DTYPES, Case, inputs
 from test_compile_bwd import operands
+from verifier.mutate import drop, edit
 
 from jax_fa4.kernels.sm100.bwd.plan import bind, choose
 from jax_fa4.spec import Problem
@@ -54,31 +56,118 @@ def passes(case, dtype="bfloat16", seed=0, resident=2, **fields):
     return plan, memory
 
 
-# Few plans (each is a compile), many problems.
-SAME_PLANS = [
-    "len_1x1", "len_127x129", "len_1x300", "heads_7_1", "causal_129x127", "bottom_200x1", "window_17_5", "window_0_0",
-    "window_left", "window_right", "window_far", "lengths", "lengths_zero", "lengths_bottom", "lengths_window",
-    "scale_large",
+# Few plans (each is a compile), many problems: two at depth 64 here, and every other one of the table under `prove`.
+QUICK = ["len_1x300", "causal_129x127", "bottom_200x1", "window_17_5", "lengths_zero", "lengths_window"]
+LONG = [
+    "len_1x1", "len_127x129", "heads_7_1", "window_0_0", "window_left", "window_right", "window_far", "lengths",
+    "lengths_bottom", "scale_large", "causal_1000", "sinks", "sinks_dead_rows", "soft_cap", "soft_cap_hard",
 ]  # fmt: skip
-OTHERS = [
-    Case("d128", b=1, t=200, s=256, n=2, k=1, d=128, q_lens=(170,), kv_lens=(250,)),
+D128 = Case("d128", b=1, t=200, s=256, n=2, k=1, d=128, q_lens=(170,), kv_lens=(250,))
+# dQ in columns of its own, or in dP's; one stage of dO or two; slices of dQ that are not full
+DEPTHS = [
     Case("d72_40", b=1, t=130, s=150, n=1, k=1, d=72, v=40, q_lens=(125,)),
     Case("d96_128", b=1, t=300, s=130, n=1, k=1, d=96, v=128),
+    Case("d64_128", b=1, t=130, s=150, n=1, k=1, d=64, v=128),
+    Case("d8_24", b=1, t=130, s=150, n=1, k=1, d=8, v=24),
+    Case("d128_64", b=1, t=260, s=150, n=1, k=1, d=128, v=64, causal=True),
 ]
 MANY = Case("many", b=2, t=256, s=200, n=2, k=1, d=128, window=(150, 60), bottom_right=True, q_lens=(256, 140),
             kv_lens=(200, 131), scale=0.2)  # fmt: skip
+CAPPED = Case("capped", b=1, t=200, s=300, n=2, k=1, d=128, window=(150, 20), soft_cap=2.0, q_lens=(190,),
+              kv_lens=(270,))  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAME_PLANS)
+@pytest.mark.parametrize("name", QUICK)
 def test_backward_is_the_derivative(name):
     passes(BY_NAME[name])
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [D128, DEPTHS[0]], ids=lambda case: case.name)
 def test_backward_at_other_depths(case):
     passes(case)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.prove
+@pytest.mark.parametrize("case", [*(BY_NAME[name] for name in LONG), *DEPTHS[1:]], ids=lambda case: case.name)
+def test_backward_is_the_derivative_at_length(case):
+    passes(case)
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_everything_together_in_any_schedule(seed):
     passes(MANY, "float16", seed)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(200))
+def test_everything_together_in_many_schedules(seed):
+    passes(MANY if seed % 2 else D128, "float16", seed, resident=1 + seed % 4)
+
+
+def bits(memory):
+    return b"".join(memory[name].tobytes() for name in ("dq", "dk", "dv"))
+
+
+def same_bits(case, seeds, **fields):
+    """Whether dQ, dK and dV are the same whatever the schedule; each run is also right."""
+    made = {bits(passes(case, seed=seed, resident=1 + seed % 4, **fields)[1]) for seed in seeds}
+    return len(made) == 1
+
+
+def test_ordered_gives_the_same_bits_and_takes_every_turn_once():
+    """And soft cap. Three key tiles add to a dQ, however many CTAs are resident and in whatever order they run."""
+    assert same_bits(CAPPED, range(3), deterministic=True)
+    plan, memory = passes(CAPPED, seed=2, resident=3, deterministic=True)
+    band = visibility(CAPPED, inputs(CAPPED, "float64"))[0, 0]
+    n = plan.tile
+    tiles = [[band[i : i + n, j : j + n].any() for j in range(0, CAPPED.s, n)] for i in range(0, CAPPED.t, n)]
+    assert (memory["turns"] == np.sum(tiles, axis=1)).all()
+    assert memory["tickets"] == -(-CAPPED.s // n)
+
+
+@pytest.mark.prove
+def test_only_ordered_gives_the_same_bits_in_many_schedules():
+    case = Case("many keys", b=1, t=140, s=700, n=2, k=1, d=64)
+    assert same_bits(case, range(50), deterministic=True)
+    assert not same_bits(case, range(12))
+
+
+def test_integers_are_exact():
+    """Equal weights and integer dO: dV is a mean of integers over queries, exact in float32, so layouts show."""
+    case = Case("mean", b=1, t=128, s=128, n=1, k=1, fill="integers", scale=1e-30)
+    inp, got, _ = backward(plan_of(case, "float16"), case)
+    want = inp.dout.mean(axis=1, keepdims=True).repeat(case.s, 1)
+    np.testing.assert_array_equal(got.dv, want.astype(np.float16).astype(np.float64))
+
+
+# Faults that only execution shows; each must fail the run, by an error finding, a deadlock or a wrong number.
+BROKEN = {
+    "dS used without wait::ld": drop(r"tcgen05\.wait::ld[^\n]*", 1),
+    "P handed over without wait::st": drop(r"tcgen05\.wait::st[^\n]*", 0),
+    "dS handed over without wait::st": drop(r"tcgen05\.wait::st[^\n]*", 1),
+    "no proxy fence behind a cleared row": drop(r"fence\.proxy\.async[^\n]*", 0),
+    "no proxy fence before dK, dV are stored": drop(r"fence\.proxy\.async[^\n]*", -2),
+    "no CTA barrier": drop(r"bar\.sync \s*0;"),
+    "a mask bit off": edit(r"(shl\.b32 %r\d+, )-1", r"\g<1>-2"),
+    "first product adds": edit(r"setp\.ne\.b32 add, %r\d+, 0", "setp.ne.b32 add, 1, 0", 0),
+    "A of dQ not turned": lambda ptx: _edit_all(ptx),
+    "too few bytes reduced": edit(r"(cp\.reduce\.async\.bulk\S+ \[\S+\], \[\S+\], )(\S+);", r"\g<1>16;", 0),
+}
+
+
+def _edit_all(ptx):
+    """Clears the bit of the instruction descriptor that says that A is MN-major."""
+    idesc = 1 << 4 | 1 << 7 | 1 << 10 | 1 << 15 | 1 << 16 | 64 >> 3 << 17 | 128 >> 4 << 24
+    made = re.sub(rf"\b{idesc}\b", str(idesc - (1 << 15)), ptx)
+    assert made != ptx
+    return made
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_fails(name):
+    case = Case("broken", b=1, t=200, s=200, n=1, k=1, d=64, kv_lens=(190,), q_lens=(150,))
+    plan = plan_of(case)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            inp, got, _ = backward(plan, case, seed, edit=BROKEN[name])
+            check(got, case, inp, "bfloat16")

@@ -8,6 +8,7 @@ from functools import partial
 from jax_fa4.kernels.common.parts import Plan
 from jax_fa4.kernels.sm90.bwd import plan as sm90_bwd
 from jax_fa4.kernels.sm90.fwd import plan as sm90_fwd
+from jax_fa4.kernels.sm100.bwd import plan as sm100_bwd
 from jax_fa4.kernels.sm100.fwd import plan as sm100_fwd
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
@@ -21,7 +22,9 @@ _CHOOSE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
     ("sm_90a", "fwd"): sm90_fwd.choose,
     ("sm_90a", "bwd"): sm90_bwd.choose,
     ("sm_100a", "fwd"): sm100_fwd.choose,
+    ("sm_100a", "bwd"): sm100_bwd.choose,
     ("sm_103a", "fwd"): partial(sm100_fwd.choose, arch="sm_103a"),
+    ("sm_103a", "bwd"): partial(sm100_bwd.choose, arch="sm_103a"),
 }
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 

@@ -147,12 +147,13 @@ def _float(t):
         t[f"fma.rn.{kind}"] = (nb.fma32, kind, (kind,) * 3)
         for mode in ("rz", "rm", "rp"):
             t[f"fma.{mode}.{kind}"] = (nb.rounded("fma", mode), kind, (kind,) * 3)
-    t["fma.rn.f32.bf16"] = (
-        lambda a, b, c: nb.fma32(nb.bf16_to_f32(a), nb.bf16_to_f32(b), c),
-        "f32",
-        ("bf16", "bf16", "f32"),
-    )
-    t["add.rn.f32.bf16"] = (lambda a, b: nb.bf16_to_f32(a) + b, "f32", ("bf16", "f32"))
+    for kind, widen in (("bf16", nb.bf16_to_f32), ("f16", lambda x: x.astype(np.float32))):
+        t[f"fma.rn.f32.{kind}"] = (
+            lambda a, b, c, widen=widen: nb.fma32(widen(a), widen(b), c),
+            "f32",
+            (kind, kind, "f32"),
+        )
+        t[f"add.rn.f32.{kind}"] = (lambda a, b, widen=widen: widen(a) + b, "f32", (kind, "f32"))
     for name, fn in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
         flushed = _flushed(fn)
         t[f"{name}.ftz.f32"] = t[f"{name}.rn.ftz.f32"] = (flushed, "f32", ("f32", "f32"))

@@ -45,25 +45,44 @@ def _piece(line, first, count):
 
 
 @cute.jit
+def _cap(ctx, line):
+    """tanh(scale * score / cap) in place, as 1 - 2 / (1 + exp 2x), as in the forward."""
+    grown = ctx.cap[0] * (2.0 * LOG2_E)
+    for c in cutlass.range_constexpr(cute.size(line)):
+        line[c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(line[c] * grown, fastmath=True))
+
+
+@cute.jit
 def _weigh(ctx, m, group, thread, stats_at):
-    """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory."""
+    """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
+
+    With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
+    stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
+    """
     plan = ctx.plan
     half = plan.tile // 2
     line = tmem.read(ctx.tmem + (plan.at("s") + half * group), half, thread)
     tmem.loaded()
+    scale = ctx.scale * LOG2_E
+    if const_expr(plan.soft_cap):
+        _cap(ctx, line)
+        scale = ctx.cap[1] * LOG2_E
     if not covered(ctx, m):
         bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + half * group)
         for c in cutlass.range_constexpr(0, half, WORD):
             hide(plan, _piece(line, c, WORD), c, bounds)
-    scale = ctx.scale * LOG2_E
     for c in cutlass.range_constexpr(0, half, WORD):
         part, lse = _piece(line, c, WORD), _statistics(ctx, stats_at, 0, half * group + c)
+        weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
         for j in cutlass.range_constexpr(0, WORD, 2):
             pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
             for i in cutlass.range_constexpr(2):
-                part[j + i] = cute.math.exp2(pair[i], fastmath=True)
-        _, words = _rounded(plan, part)
+                weights[j + i] = cute.math.exp2(pair[i], fastmath=True)
+        _, words = _rounded(plan, weights)
         tmem.write(ctx.tmem + (plan.at("p0") + half * group + c // 2), words, thread)
+        if const_expr(plan.soft_cap):
+            for j in cutlass.range_constexpr(WORD):
+                part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
     tmem.stored()
     before_arrive()
     arrive_warp(ctx.full["probs"])

@@ -21,7 +21,7 @@ def _from(column):
 
 
 def covered(ctx, m):
-    """Whether every pair of the key tile and query tile m is seen. Not counting queries past q_len: their LSE is +inf."""
+    """Whether every pair of the key tile and query tile m is seen, not counting queries past q_len (LSE +inf)."""
     n = ctx.plan.tile
     top, key = m * n, ctx.tile * n
     return all_keys_visible((top, top + n - 1), (key, key + n - 1), ctx.band, ctx.plan.band)

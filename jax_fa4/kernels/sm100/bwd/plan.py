@@ -20,6 +20,7 @@ PIECE = 64  # 16-bit columns of a 128-byte swizzled row
 NATIVE_DEPTHS = (64, 128)
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 SLICE = 32  # columns of dQ that leave at a time
+CAPPED_REGISTERS = (80, 184, 64)
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 
@@ -43,6 +44,7 @@ class Plan:
     band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
     soft_cap: bool = False
     ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
+    at_once: bool = True  # a whole row of dQ is read at once, which frees tensor memory early; else slice by slice
     slices: int = 2  # places for slices of dQ on their way out
     query_stages: int = 2
     registers: tuple[int, int, int] = (152, 136, 88)  # a thread of reduce, of compute, of the other warps
@@ -258,10 +260,14 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     for name, wanted in (("segment ids", spec.segments), ("bias", spec.bias), ("mask", spec.mask)):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
+    more: dict[str, Any] = {}
+    if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
+        more = {"at_once": False, "registers": CAPPED_REGISTERS}
     return Plan(
         problem.dtype,
         problem.d,
         problem.v,
+        **more,
         band=spec.band,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,

@@ -50,21 +50,39 @@ def _later(place, count, places):
 
 
 @cute.jit
-def _send(ctx, line, slot, flag, m):
-    """Adds a thread's row of dQ to the workspace, slice by slice. slot: of the tile in the workspace."""
+def _read(ctx, first: cutlass.Constexpr, width: cutlass.Constexpr, last: cutlass.Constexpr):
+    """`width` columns of the thread's row of dQ; with the last ones tensor memory is free for the next."""
+    line = tmem.read(ctx.tmem + (ctx.plan.at("dq") + first), width, ctx.thread)
+    tmem.loaded()
+    if const_expr(last):
+        before_arrive()
+        arrive_warp(ctx.empty["dq"])
+    return line
+
+
+@cute.jit
+def _send(ctx, slot, m):
+    """Adds a thread's row of dQ to the workspace, slice by slice. slot: of query tile m in workspace and turns."""
     plan, thread, part = ctx.plan, ctx.thread, ctx.part
     count = -(-plan.depth // SLICE)
+    if const_expr(plan.at_once):
+        line = _read(ctx, 0, SLICE * count, True)
     to = ctx.work + slot * (plan.tile * plan.depth)
+    flag = ctx.turns + slot if const_expr(plan.ordered) else None
     for s in cutlass.range_constexpr(count):
         width = min(SLICE, plan.depth - SLICE * s)
         place = part + s % plan.slices * plan.slice_numbers
+        if const_expr(plan.at_once):
+            mine = cute.make_tensor(line.iterator + SLICE * s, cute.make_layout(SLICE))
+        else:
+            mine = _read(ctx, SLICE * s, SLICE, s == count - 1)
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(_later(s, count, plan.slices), read=True)
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
         for c in cutlass.range_constexpr(0, width, 4):
-            mine = (place + (c * GROUP + 4 * thread)).align(16)
-            source = cute.make_tensor(line.iterator + (SLICE * s + c), cute.make_layout(4))
-            cute.autovec_copy(source, cute.make_tensor(mine, cute.make_layout(4)))
+            at = (place + (c * GROUP + 4 * thread)).align(16)
+            source = cute.make_tensor(mine.iterator + c, cute.make_layout(4))
+            cute.autovec_copy(source, cute.make_tensor(at, cute.make_layout(4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
         if thread == 0:
@@ -78,19 +96,13 @@ def _send(ctx, line, slot, flag, m):
 
 @cute.jit
 def reduce(ctx):
-    plan = ctx.plan
-    turns, n = ctx.turns, Int32(0)
+    n = Int32(0)
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
             cute.arch.mbarrier_wait(ctx.full["dq"], n & 1)
             after_wait()
-            mine = tmem.read(ctx.tmem + plan.at("dq"), SLICE * -(-plan.depth // SLICE), ctx.thread)
-            tmem.loaded()
-            before_arrive()
-            arrive_warp(ctx.empty["dq"])
-            flag = turns + (line + m) if const_expr(plan.ordered) else None
-            _send(ctx, mine, line + m, flag, m)
+            _send(ctx, line + m, m)
             n = n + 1
     if ctx.thread == 0:
         cute.arch.cp_async_bulk_wait_group(0)
