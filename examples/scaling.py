@@ -141,8 +141,7 @@ class Trial:
             "efficiency": self.ms / ms,
             "exposed_ms": ms - self.ms,
             "moved_mb": shardmeasure.sent_mb(run.as_text(), data * parts),
-            "loss_off": abs(float(loss) - self.loss),
-            "error": worst,
+            "error": max(worst, abs(float(loss) - self.loss)),
             "mb": shardmeasure.temporary_mb(run),
         }
 
@@ -189,6 +188,17 @@ def measured(options: argparse.Namespace, rates: predict.Rates, dtype: Any, repo
         for data, parts in model_meshes(count, trial.size.heads, trial.size.key_heads):
             rows.append(beside(trial.row(data, parts), predict.model_step(rates, model, data, parts)))
             print(shardmeasure.say(rows[-1]), flush=True)
+
+
+def allowed(what: str, dtype: Any) -> float:
+    """The relative L2 by which the roundings of two orders of summing may differ, for the worst array.
+
+    Attention in bfloat16 showed 3.4e-3 on two GPUs. Gradients of a bfloat16 model pass many roundings: four layers gave
+    1.8e-2 on CPU devices, in the query projection of the last, where a sum that is missing gives 0.5 and more.
+    """
+    if dtype == jnp.float32:
+        return 1e-4
+    return 5e-2 if what.startswith("model") else 1e-2
 
 
 def table(rows: list[Row]) -> str:
@@ -270,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     options = arguments(argv)
     gpu = jax.default_backend() == "gpu"
-    dtype, tolerance = (jnp.bfloat16, 2e-2) if gpu else (jnp.float32, 1e-4)
+    dtype = jnp.bfloat16 if gpu else jnp.float32
     shapes = {"heads": options.heads, "kv_heads": options.kv_heads, "depth": options.depth}
     rate_rows, rates = rates_of(options, shapes, dtype)
     report: Row = {
@@ -291,9 +301,12 @@ def main(argv: list[str] | None = None) -> int:
         print("virtual devices share the cores: times, efficiencies and predictions of them mean nothing here")
     if options.plot:
         plot(report, options.plot)
-    wrong = [r for r in report["rows"] if not r.get("error", 0) <= tolerance]
+    wrong = [r for r in report["rows"] if not r.get("error", 0) <= allowed(r["what"], dtype)]
     for r in wrong:
-        print(f"FAILED: {r['what']} differs from one device by {r['error']:.1e} (allowed {tolerance})", file=sys.stderr)
+        print(
+            f"FAILED: {r['what']} differs from one device by {r['error']:.1e} (allowed {allowed(r['what'], dtype):g})",
+            file=sys.stderr,
+        )
     print("differs from one device" if wrong else "all equal one device")
     return int(bool(wrong))
 
