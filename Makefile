@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 
-.PHONY: demo test prove lint clean
+.PHONY: demo test prove lint docs clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
@@ -30,5 +30,9 @@ test: lint
 prove: $(STAMP)
 	$(BIN)/python -m pytest -m prove
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) site build dist *.egg-info
