@@ -116,8 +116,8 @@ def same_bits(case, seeds, **fields):
 
 def test_ordered_gives_the_same_bits_and_takes_every_turn_once():
     """And soft cap. Three key tiles add to a dQ, however many CTAs are resident and in whatever order they run."""
-    assert same_bits(CAPPED, range(3), deterministic=True)
     plan, memory = passes(CAPPED, seed=2, resident=3, deterministic=True)
+    assert bits(passes(CAPPED, seed=3, resident=1, deterministic=True)[1]) == bits(memory)
     band = visibility(CAPPED, inputs(CAPPED, "float64"))[0, 0]
     n = plan.tile
     tiles = [[band[i : i + n, j : j + n].any() for j in range(0, CAPPED.s, n)] for i in range(0, CAPPED.t, n)]
@@ -150,16 +150,17 @@ BROKEN = {
     "no CTA barrier": drop(r"bar\.sync \s*0;"),
     "a mask bit off": edit(r"(shl\.b32 %r\d+, )-1", r"\g<1>-2"),
     "first product adds": edit(r"setp\.ne\.b32 add, %r\d+, 0", "setp.ne.b32 add, 1, 0", 0),
-    "A of dQ not turned": lambda ptx: _edit_all(ptx),
+    "A of dQ not turned": lambda ptx: _not_turned(ptx),
     "too few bytes reduced": edit(r"(cp\.reduce\.async\.bulk\S+ \[\S+\], \[\S+\], )(\S+);", r"\g<1>16;", 0),
 }
 
 
-def _edit_all(ptx):
+def _not_turned(ptx):
     """Clears the bit of the instruction descriptor that says that A is MN-major."""
     idesc = 1 << 4 | 1 << 7 | 1 << 10 | 1 << 15 | 1 << 16 | 64 >> 3 << 17 | 128 >> 4 << 24
     made = re.sub(rf"\b{idesc}\b", str(idesc - (1 << 15)), ptx)
-    assert made != ptx
+    if made == ptx:
+        raise ValueError(f"no instruction descriptor {idesc} in the text")
     return made
 
 
