@@ -274,8 +274,9 @@ def measured_table(report: Row) -> list[str]:
         guess = {x: r.get(f"predicted_{x}") for x in ("ms", "exposed_ms", "moved_mb")}
         if guess["ms"] is None and r["what"].split()[0] in ("ring", "all_gather", "all_to_all"):
             own = own or Rates.of(report["rows"], report["shapes"], ring=False)
-            guess = sequence(own, r["length"], count, *r["what"].split())
-            r = r | {"exposed_ms": r["ms"] - ones[r["length"]] / count * imbalance(*r["what"].split(), count)}
+            mode, layout = r["what"].split()
+            guess = sequence(own, r["length"], count, mode, layout)
+            r = r | {"exposed_ms": r["ms"] - ones[r["length"]] / count * imbalance(mode, layout, count)}
         if guess["ms"] is None:
             continue
         moved = "-" if r.get("moved_mb") is None else f"{r['moved_mb']:.0f}"
@@ -348,7 +349,7 @@ def page(named: Sequence[tuple[str, Row]]) -> str:
         "Efficiency is against one GPU that could hold the whole sequence. The work of a GPU grows with their number,",
         "as attention is quadratic in the sequence; a step of the ring computes and moves the same on any number.",
         "all_gather holds K and V of the whole sequence on each GPU, and their gradients:",
-        f"{4 * shapes['kv_heads'] * shapes['depth'] * PER_GPU * COUNTS[-1] * 2 * 2 / 1e9:.0f} GB on {COUNTS[-1]} GPUs.",
+        f"{4 * shapes['kv_heads'] * shapes['depth'] * PER_GPU * COUNTS[-1] * rates.itemsize / 1e9:.0f} GB on {COUNTS[-1]} GPUs.",
         "",
         "## Training step: data x model mesh, weak scaling",
         "",
@@ -392,8 +393,8 @@ ASSUMPTIONS = """## Assumptions
 ## Where measurements differ, and why
 
 * The ring in zigzag order computes longer than one call does, by the same share at 64k and at 128k tokens. Merging in
-  float32 outside the kernels would lose weight with the length, so it is not all of it; rows of half a device's tokens
-  as separate calls, and transfers that take multiprocessors while kernels run, are. Their parts were not told apart.
+  float32 outside the kernels would lose weight with the length, so it is not all of it; calls on half
+  of a device's tokens each, and transfers that take multiprocessors while kernels run, may be. None was measured apart.
 * MB sent of a measured row are read from the compiled program where the report has them so (`scaling.py`), else counted
   from the shapes. In one program with both passes XLA can find that the backward pass of an unrolled ring (up to 9
   devices) turns the same K and V as the forward pass, and keep them: fewer bytes, more memory. It does so on CPUs.
