@@ -313,6 +313,7 @@ def page(named: Sequence[tuple[str, Row]]) -> str:
     rows, shapes = first["rows"], first["shapes"]
     rates = Rates.of([*rows, *first.get("rate_rows", [])], shapes)
     model, how = model_of([r for _, r in named])
+    held = 4 * shapes["kv_heads"] * shapes["depth"] * PER_GPU * COUNTS[-1] * rates.itemsize / 1e9
     links = ", ".join(f"{x.replace('_', '-')} {rate:.0f}" for x, rate in rates.links.items())
     lines = [
         "# Scaling: 8, 64 and 512 GPUs, predicted",
@@ -349,7 +350,7 @@ def page(named: Sequence[tuple[str, Row]]) -> str:
         "Efficiency is against one GPU that could hold the whole sequence. The work of a GPU grows with their number,",
         "as attention is quadratic in the sequence; a step of the ring computes and moves the same on any number.",
         "all_gather holds K and V of the whole sequence on each GPU, and their gradients:",
-        f"{4 * shapes['kv_heads'] * shapes['depth'] * PER_GPU * COUNTS[-1] * rates.itemsize / 1e9:.0f} GB on {COUNTS[-1]} GPUs.",
+        f"{held:.0f} GB on {COUNTS[-1]} GPUs.",
         "",
         "## Training step: data x model mesh, weak scaling",
         "",
