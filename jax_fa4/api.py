@@ -245,7 +245,11 @@ def _empty(ops: Operands) -> tuple[Any, Any]:
     *lead, t, n, _ = ops.query.shape
     out = jnp.zeros((*lead, t, n, ops.value.shape[-1]), ops.query.dtype)
     lse = jnp.full((*lead, n, t), -jnp.inf, ops.scale.dtype)
-    return out, lse if ops.sinks is None else jnp.broadcast_to(ops.sinks[:, None], lse.shape)
+    if ops.sinks is None:
+        return out, lse
+    there = jnp.arange(t) < ops.q_len[..., None, None]  # past a length a cotangent must not reach the sink
+    sinks = jnp.broadcast_to(ops.sinks[:, None], lse.shape)
+    return out, jnp.where(there, sinks, jax.lax.stop_gradient(sinks))
 
 
 def attention(

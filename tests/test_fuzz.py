@@ -93,3 +93,14 @@ def test_rows_of_two_tiles_with_low_logits():
     dq, dk, dv = jax.grad(loss, argnums=(0, 1, 2))(q, k, k)
     assert np.allclose(dv, 1031 / 16, rtol=1e-3)
     assert np.abs(dq).max() < 1e-3 and np.abs(dk).max() < 1e-2  # both 0 but for rounding; dk sums 1031 rows of 6
+
+
+def test_a_sink_without_keys_learns_from_queries_that_exist():
+    """Found by fuzzing, 2026-11-30: with S = 0, NaN past a query's length reached the sinks' gradient."""
+    q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 0, 2, 8))
+    call = lambda sinks: jax_fa4.attention(  # noqa: E731
+        q, k, k, sinks=sinks, query_seq_lengths=jnp.array([2]), return_residual=True
+    )[1]
+    lse, pull = jax.vjp(call, jnp.array([0.5, -1.0]))
+    assert np.array_equal(lse, [[[0.5, -1.0]] * 3])
+    assert np.array_equal(pull(jnp.array([[[1.0, 2.0], [10.0, 20.0], [np.nan] * 2]]))[0], [11.0, 22.0])
