@@ -176,7 +176,10 @@ def compare(card, case):
             differ, most = apart(got[name], want[name], case.ulp)
             if differ:
                 wrong = True
-                notes.append(f"seed {seed}, {name}: {differ} elements differ, by up to {most}")
+                x, y = (np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in (got[name], want[name]))
+                at = int(np.flatnonzero(x != y)[0]) // 4 * 4
+                here, there = (v[at : at + 4].tobytes().hex() for v in (x, y))
+                notes.append(f"seed {seed}, {name}: {differ} differ, by up to {most}; byte {at}: {here}, card {there}")
             elif most and seed == 0:
                 notes.append(f"within {most} ulp of {case.ulp}")
     return wrong, "; ".join(notes)

@@ -116,10 +116,10 @@ def test_every_kind_together_in_any_schedule(seed):
 
 
 VARIANTS = [
-    {"lagged": True, "dependent": True},
+    {"rows": 64, "lagged": True, "held": True, "dependent": True},
     {"rows": 128, "section": 1},
     {"rows": 128, "direct": True, "parts": 0},
-    {"lagged": True, "direct": True, "parts": 0},
+    {"rows": 64, "lagged": True, "held": True, "direct": True, "parts": 0},
     {"lagged": True, "deterministic": True, "section": 1},
 ]
 

@@ -50,7 +50,7 @@ class Plan:
     parts: int = 2  # float32 dQ tiles on their way out
     groups: int = 2
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
-    held: bool = True  # exp2 is kept before the wait for dP, which ptxas else moves up over it
+    held: bool = False  # exp2 is kept before the wait for dP, which ptxas else moves up over it
     lagged: bool = False  # dK of a step runs beside exp2 of the next
     direct: bool = False  # dQ leaves the registers by vector reductions to global memory: no parts, no reduce warp
     section: int = 0  # MiB of L2 for heads whose key tiles are mixed, the longest of all first; 0 = one head
@@ -287,6 +287,19 @@ def choose(problem: Problem) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,
-        held=not spec.soft_cap,  # P and what dS is made from are apart then: 12 to 48 bytes spill
-        **form_for(problem.d, problem.v),
+        **form_for(problem.d, problem.v) | measured(problem),
     )
+
+
+def measured(problem: Problem) -> dict[str, Any]:
+    """What timing decided: fields by depth (H200, 2026-11-29, docs/measured/2026-11-29_h200_backward_variants.txt).
+
+    At depth 64, 128 queries a step give 1.05 to 1.19 of 64 (they need `held`, and room that a soft cap takes). At depth
+    128 `held` costs 3 to 13 %, although only with it exp2 runs beside the products; `lagged` makes up for no more than
+    that, and launch dependence for nothing. The ordered form at depth 64 was not timed with 128 queries.
+    """
+    spec = problem.spec
+    small = native(problem.d) == native(problem.v) == 64
+    if small and not spec.soft_cap and not spec.deterministic:
+        return {"rows": 128, "held": True}
+    return {"held": False}
