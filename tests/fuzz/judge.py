@@ -65,6 +65,7 @@ def bounds(case: Case, inp: Inputs, dtypes: tuple[str, str], exact: Result) -> R
     dq = (scale * ds @ k + u * np.abs(exact.dq.swapaxes(1, 2)) + tiny).swapaxes(1, 2)
     p_sink = np.exp(np.minimum((inp.sinks[:, None] if case.sinks else -np.inf) - finite, 0))
     delta = (p * dp).sum(axis=3) + dlse
+    small_out = p_sink * tiny * do.sum(axis=3)  # delta comes from out, whose small values are rounded coarsely
     dbias = None
     if case.bias:
         dbias = ds.sum(axis=tuple(i for i in range(4) if case.bias[i] == 1), keepdims=True)
@@ -73,7 +74,7 @@ def bounds(case: Case, inp: Inputs, dtypes: tuple[str, str], exact: Result) -> R
         ((relative * p + absolute) @ v + tiny).swapaxes(1, 2),
         logit[..., 0] + (ACC * a + SPACING["float32"]) * np.abs(finite),
         dq, heads(scale * ds.swapaxes(2, 3) @ q), heads((relative * p + absolute).swapaxes(2, 3) @ do),
-        dbias, ((relative[..., 0] * p_sink + tiny) * delta).sum(axis=(0, 2)) + tiny if case.sinks else None,
+        dbias, ((relative[..., 0] * p_sink + tiny) * delta + small_out).sum(axis=(0, 2)) + tiny if case.sinks else None,
         (dq * np.abs(inp.query)).sum() / scale + tiny,
     )  # fmt: skip
 
