@@ -30,16 +30,21 @@ def plan_of(case, dtype="bfloat16", **fields):
     return replace(choose(problem), **fields)
 
 
+def empty_outputs(plan, shapes):
+    """Results and scratch by name, nothing written yet."""
+    kinds = {"float32": np.dtype(np.float32), "int32": np.dtype(np.int32)}
+    kinds[plan.dtype] = raw(np.zeros(0), plan.dtype).dtype
+    e = plan.extents(shapes)
+    return {b.name: Uninitialised(b.sized(e), kinds[b.dtype]) for b in plan.outputs}
+
+
 def backward(plan, case, seed=0, edit=lambda ptx: ptx, **how):
     """(inputs, Result with dq, dk, dv, buffers after the call); every launch must end without a finding."""
     inp = inputs(case, plan.dtype)
     given = operands(plan, case, inp)
     memory = {b.name: given[b.name] for b in plan.inputs}
     shapes = {"B": case.b, "T": case.t, "S": case.s, "N": case.n, "K": case.k}
-    e = plan.extents(shapes)
-    half = raw(np.zeros(0), plan.dtype).dtype
-    kinds = {plan.dtype: half, "float32": np.dtype(np.float32), "int32": np.dtype(np.int32)}
-    memory |= {b.name: Uninitialised(b.sized(e), kinds[b.dtype]) for b in plan.outputs}
+    memory |= empty_outputs(plan, shapes)
     for launch in launches(plan, bind, shapes, edit(ptx_of(plan))):
         report = run(launch.ptx, to_emulator(launch), memory, seed=seed, **how).check()
         memory |= {b.name: report.outputs[b.name] for b in plan.outputs}
