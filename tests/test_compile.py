@@ -13,8 +13,10 @@ import pytest
 
 from jax_fa4.ffi import compile as compiling
 from jax_fa4.ffi.compile import BuildError, CompilerMissing, build, read_remarks
+from jax_fa4.kernels import select
 from jax_fa4.kernels.passes.plan import BwdPre
-from jax_fa4.kernels.sm90.fwd.plan import Plan, bind, tiles_for
+from jax_fa4.kernels.sm90.fwd.plan import MEASURED, Plan, bind, tiles_for
+from jax_fa4.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
 
@@ -34,6 +36,10 @@ PLANS = {
     "d72 v40": forward(72, 40),
     "pre sm_90a": BwdPre("sm_90a", "bfloat16", 128, 64, 128),
     "pre sm_100a": BwdPre("sm_100a", "float16", 96, 128, 96),
+}
+PLANS |= {
+    f"measured {d} {v} {band}": select(Problem(AttentionSpec(band=band), 1, 1, 1, 1, 1, d, v), "sm_90a")
+    for d, v, band in MEASURED
 }
 built = {}
 

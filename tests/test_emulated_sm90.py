@@ -19,7 +19,7 @@ from jax_fa4.ffi.compile import build
 from jax_fa4.kernels import select
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.kernels.sm90.fwd.plan import bind
+from jax_fa4.kernels.sm90.fwd.plan import Plan, bind, tiles_for
 from jax_fa4.spec import Problem
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
@@ -51,12 +51,18 @@ def value_operands(case):
 
 
 def forward(case, dtype, seed=0, fill=lambda inp: None, **fields):
-    """(Result with out and lse, the emulator's report) of the selected plan, with some fields replaced.
+    """(Result with out and lse, the emulator's report) of the selected plan, or of one with these fields.
 
     fill: changes the inputs in place.
     """
-    plan = select(Problem(case.spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype), "sm_90a")
-    plan = replace(plan, **fields)
+    spec = case.spec
+    if fields:
+        kinds = {name: getattr(spec, name) for name in ("band", "segments", "soft_cap", "sinks")}
+        plan = Plan(dtype, case.d, case.v, **{**kinds, **tiles_for(case.d, case.v), **fields})
+    else:
+        plan = select(Problem(spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype), "sm_90a")
+        if plan.workers:  # on a card as many as SMs: most would find nothing to do here
+            plan = replace(plan, workers=3)
     inp = inputs(case, dtype)
     fill(inp)
     q_len, kv_len = case.lengths
@@ -92,6 +98,9 @@ SAME_PLAN = [
 OTHER_PLANS = ["segments", "segments_disjoint", "soft_cap", "sinks_dead_rows"]
 DEPTHS = [
     Case("depth_96", t=130, s=140, d=96, kv_lens=(140, 77)),
+    Case("depth_128", t=200, s=300, n=2, k=1, d=128, kv_lens=(300, 77)),
+    Case("depth_128_causal", t=200, s=300, n=2, k=1, d=128, causal=True, bottom_right=True, kv_lens=(300, 77)),
+    Case("depth_96_causal", t=130, s=140, d=96, causal=True, kv_lens=(140, 77)),
     Case("depth_192_128", b=1, t=130, s=300, d=192, v=128, kv_lens=(201,)),
     Case("depth_256_causal", b=1, t=130, s=200, d=256, n=2, k=1, causal=True),
     Case("depth_72_40", b=1, t=130, s=200, d=72, v=40, kv_lens=(150,)),

@@ -16,6 +16,7 @@ from jax_fa4.kernels.common.tiles import (
     all_keys_visible,
     dealt,
     key_tiles,
+    paired,
     query_tiles,
     sectioned,
     share,
@@ -24,7 +25,7 @@ from jax_fa4.kernels.common.tiles import (
 )
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.kernels.sm90.fwd.plan import NATIVE_DEPTHS, bind, native, swizzle_of
+from jax_fa4.kernels.sm90.fwd.plan import MEASURED, NATIVE_DEPTHS, Plan, bind, native, swizzle_of
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -121,16 +122,25 @@ def test_sections_are_a_bijection_and_longest_first_inside(section, longest_last
         assert order == sorted(order, reverse=longest_last)
 
 
+@pytest.mark.parametrize("hand", [1, 2])
 @pytest.mark.parametrize("total", [0, 1, 4, 5, 9, 10, 11, 23])
-def test_every_item_is_dealt_once_and_falling_lengths_evenly(total):
-    hands = [[dealt(n, 5, c) for n in range(share(total, 5, c))] for c in range(5)]
-    assert sorted(i for hand in hands for i in hand) == list(range(total))
-    if total % 10 == 0:
-        assert len({sum(hand) for hand in hands}) == 1
+def test_every_item_is_dealt_once(total, hand):
+    hands = [[dealt(n, 5, c, hand) for n in range(share(total, 5, c, hand))] for c in range(5)]
+    assert sorted(i for mine in hands for i in mine) == list(range(total))
+    assert max(map(len, hands)) - min(map(len, hands)) <= hand
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 5, 8])
+def test_pairs_are_a_bijection_and_of_the_same_length_together(tiles):
+    items = [paired(i, tiles) for i in range(3 * tiles)]
+    assert sorted(items) == sorted(itertools.product(range(tiles), range(3)))
+    assert [line for _, line in items] == sorted(line for _, line in items)
+    if tiles % 2 == 0:
+        assert {items[i][0] + items[i + 1][0] for i in range(0, 3 * tiles, 2)} == {tiles - 1}
 
 
 def test_a_plan_with_workers_has_places_for_the_next_queries_and_for_o():
-    plan = replace(select(problem(64), "sm_90a"), workers=132)
+    plan = Plan("bfloat16", 64, 64, workers=132)
     q, k, v = plan.rings
     assert (q.stages, q.empty) == (2, 8)
     assert plan.smem == 3 * 128 * 64 * 2 + 2 * k.bytes + 2 * v.bytes + 32 + 32 + 32
@@ -141,6 +151,15 @@ def test_a_plan_with_workers_has_places_for_the_next_queries_and_for_o():
         replace(select(problem(256), "sm_90a"), workers=132)
     with pytest.raises(AssertionError):  # two CTAs of 384 threads: 80 registers each at launch
         replace(plan, blocks=2)
+
+
+def test_measured_plans_are_taken_unless_registers_are_needed_for_more():
+    for (d, v, band), fields in MEASURED.items():
+        plan = select(problem(d, v, band=band, sinks=True), "sm_90a")
+        assert {name: getattr(plan, name) for name in fields} == fields
+        for kind in ("segments", "soft_cap"):
+            plan = select(problem(d, v, band=band, **{kind: True}), "sm_90a")
+            assert (plan.workers, plan.groups, plan.turns) == (0, 2, False)
 
 
 def problem(d=128, v=None, n=4, k=2, dtype="bfloat16", direction="fwd", **kinds):

@@ -83,13 +83,22 @@ def sectioned(index: Any, tiles: Any, lines: Any, section: Any, longest_last: bo
     return (tiles - 1 - tile if longest_last else tile), line
 
 
-def share(total: Any, workers: Any, worker: Any, low: Any = min, high: Any = max) -> Any:
-    """How many of `total` items fall to a worker, dealt to and fro: see `dealt`."""
-    rounds, rest = total // workers, total % workers
-    place = worker + rounds % 2 * (workers - 1 - 2 * worker)
-    return rounds + low(high(rest - place, 0), 1)
+def paired(index: Any, tiles: Any) -> tuple[Any, Any]:
+    """(tile, line) of a linear index, line by line; of each line the last tile, the first, the last but one, ...
+
+    Where lengths grow with the tile any two neighbours have about the same length together.
+    """
+    line, place = index // tiles, index % tiles
+    odd = place % 2
+    return odd * (place // 2) + (1 - odd) * (tiles - 1 - place // 2), line
 
 
-def dealt(n: Any, workers: Any, worker: Any) -> Any:
-    """The worker's n-th item. Every other round is dealt backwards: of falling lengths all get about the same sum."""
-    return n * workers + worker + n % 2 * (workers - 1 - 2 * worker)
+def share(total: Any, workers: Any, worker: Any, hand: int, low: Any = min, high: Any = max) -> Any:
+    """How many of `total` items fall to a worker, dealt `hand` at a time: see `dealt`."""
+    rounds = total // (workers * hand)
+    return rounds * hand + low(high(total - rounds * workers * hand - worker * hand, 0), hand)
+
+
+def dealt(n: Any, workers: Any, worker: Any, hand: int) -> Any:
+    """The worker's n-th item."""
+    return (n // hand * workers + worker) * hand + n % hand

@@ -17,7 +17,7 @@ from jax_fa4.kernels.common.copies import init_barriers, make_barriers, settle, 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import ITEM_BYTES
 from jax_fa4.kernels.common.ring import start, step
-from jax_fa4.kernels.common.tiles import dealt, key_tiles, sectioned, share, up, work_item
+from jax_fa4.kernels.common.tiles import dealt, key_tiles, paired, sectioned, share, up, work_item
 from jax_fa4.kernels.sm90.fwd.attend import attend
 from jax_fa4.kernels.sm90.fwd.combine import combine
 from jax_fa4.kernels.sm90.fwd.context import Context
@@ -108,6 +108,9 @@ def place(ctx, work, memory):
 def item(ctx, index):
     """(tile, head, batch) of the index-th query tile of the call."""
     plan, tiles, lines = ctx.plan, up(ctx.queries, ctx.plan.rows), ctx.heads * ctx.batches
+    if const_expr(plan.workers > 0 and plan.band):
+        tile, line = paired(index, tiles)
+        return tile, line % ctx.heads, line // ctx.heads
     if const_expr(plan.sections):
         rows = cutlass.max(SECTION_BYTES // (ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)) // ctx.keys, 1)
         tile, line = sectioned(index, tiles, lines, rows * ctx.group, plan.band, cutlass.min)
@@ -127,8 +130,9 @@ def work(ctx, memory, role: cutlass.Constexpr):
     cta = cute.arch.block_idx()[0]
     q_at, at = start(FIRST_PARITY[role]), start(FIRST_PARITY[role])
     total = up(ctx.queries, plan.rows) * ctx.heads * ctx.batches
-    for n in cutlass.range(share(total, plan.workers, cta, cutlass.min, cutlass.max), unroll=1):
-        one = place(ctx, item(ctx, dealt(n, plan.workers, cta)), memory)
+    hand = 2 if plan.band else 1  # pairs of about the same length, see `paired`
+    for n in cutlass.range(share(total, plan.workers, cta, hand, cutlass.min, cutlass.max), unroll=1):
+        one = place(ctx, item(ctx, dealt(n, plan.workers, cta, hand)), memory)
         at = meet(role, one, q_at, at)
         q_at = step(q_at, plan.q_stages)
 

@@ -207,12 +207,37 @@ def tiles_for(depth: int, value_depth: int, crowded: bool = False) -> dict[str, 
     return {"rows": 128, "keys": 64 if crowded else 80}  # 80 spills up to 52 bytes then
 
 
+_THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
+_LIGHT = {"chains": 4, "slack": 8.0}
+# (depth of Q and K, of V and O in shared memory, band) -> fields in place of tiles_for's. Measured on an H200,
+# 2026-11-29 (docs/measured/2026-11-29_h200_forward_variants.json, 25 variants of depth 64, 15 of 128): the largest
+# geometric mean over sequences of 1k, 4k and 16k. TFLOP/s there; of cuDNN 9.19 in the same run; without these fields:
+MEASURED: dict[tuple[int, int, bool], dict[str, Any]] = {
+    # 402, 469, 493; 369, 419, 437; 313, 358, 379
+    (64, 64, False): {**_THREE, **_LIGHT, "turns": True, "workers": SMS, "sections": True},
+    # 274, 395, 468; 298, 375, 439; 220, 305, 363
+    (64, 64, True): {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2},
+    # 527; 452; 497 (4k only)
+    (96, 96, False): {**_THREE, **_LIGHT, "keys": 96, "turns": True},
+    # 554, 614, 630; 497, 565, 584; 477, 593, 610
+    (128, 128, False): {"workers": SMS, "sections": True},
+    # 350, 513, 607; 369, 488, 538; 334, 509, 610
+    (128, 128, True): {**_LIGHT, "turns": True},
+    # 575; 488; 559 (4k only)
+    (256, 256, True): {**_LIGHT, "turns": True},
+}
+
+
 def choose(problem: Problem) -> Plan:
     """The plan for a forward problem, or Unsupported with what would work."""
     spec = problem.spec
     for name, depth in (("query and key", problem.d), ("value", problem.v)):
         if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
             raise Unsupported(f"depth {depth} of {name}: the Hopper forward takes {DEPTHS}")
+    crowded = spec.segments or spec.soft_cap
+    fields = tiles_for(problem.d, problem.v, crowded)
+    if not crowded:
+        fields |= MEASURED.get((native(problem.d), native(problem.v), spec.band), {})
     return Plan(
         problem.dtype,
         problem.d,
@@ -221,5 +246,5 @@ def choose(problem: Problem) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         sinks=spec.sinks,
-        **tiles_for(problem.d, problem.v, spec.segments or spec.soft_cap),
+        **fields,
     )
