@@ -166,7 +166,7 @@ TABLE = (
     Layer(
         r"examples\..*",
         (
-            r"jax_fa4(\.(benchmark|flax(\..*)?))?",
+            r"jax_fa4(\.(benchmark|context_parallel|flax(\..*)?))?",
             r"examples\..*",
             "jax",
             "numpy",
