@@ -117,7 +117,6 @@ def start_scores(ctx, h, at):
 
 @cute.jit
 def start_slopes(ctx, h, at):
-    wait(ctx.full["v"], start(0))  # after the first step a test and a branch
     wait(ctx.full["dout"], at)
     steps = products.steps(ctx.plan.value_depth)
     wgmma.issue(products.scores_mma(ctx.plan), h.slopes, stage(h.v, 0), stage(h.dout, at.index), True, steps)
@@ -203,7 +202,6 @@ def clear_keys(ctx, thread):
     plan = ctx.plan
     rest = ctx.band.kv_len - ctx.tile * plan.keys
     if (rest < plan.keys) & (ctx.band.kv_len < ctx.keys):
-        wait(ctx.full["v"], start(0))
         clear_rows(ctx.k[2][None, None, 0], rest, thread, plan)
         clear_rows(ctx.v[2][None, None, 0], rest, thread, plan)
         meet(plan)
@@ -349,6 +347,7 @@ def grads(ctx):
     h.dv.fill(0.0)
     if ctx.last > ctx.first:
         wait(ctx.full["k"], start(0))
+        wait(ctx.full["v"], start(0))
         clear_keys(ctx, h.thread)
     if const_expr(ctx.plan.lagged):
         lagged_steps(ctx, h)

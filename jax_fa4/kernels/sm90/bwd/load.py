@@ -20,15 +20,13 @@ def fetch_line(source, to, barrier, nbytes: cutlass.Constexpr):
 
 @cute.jit
 def load(ctx):
-    """Fills the rings k, v, q and dout. K and V are brought only for a tile that somebody sees.
-
-    V comes after the first Q: the first scores need it not, and of short sequences the start is a good part.
-    """
+    """Fills the rings k, v, q and dout. K and V are brought only for a tile that somebody sees."""
     plan = ctx.plan
     k, v, q, dout = plan.rings[:4]
     if ctx.last > ctx.first:
         fetch(views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch), ctx.tile, ctx.full["k"], start(0), k.bytes)
-    copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
+        copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
+        fetch(copy_v, ctx.tile, ctx.full["v"], start(0), v.bytes)
     q_at, dout_at = start(1), start(1)
     for g in cutlass.range(ctx.group, unroll=1):
         head = ctx.kv_head * ctx.group + g
@@ -40,8 +38,6 @@ def load(ctx):
             fetch(copy_q, m, ctx.full["q"], q_at, q.bytes)
             source = ctx.stats + (line + m) * (2 * plan.rows)
             fetch_line(source, ctx.held + q_at.index * (2 * plan.rows), ctx.full["q"] + q_at.index, 8 * plan.rows)
-            if (g == 0) & (m == ctx.first):
-                fetch(copy_v, ctx.tile, ctx.full["v"], start(0), v.bytes)
             wait(ctx.empty["dout"], dout_at)
             fetch(copy_dout, m, ctx.full["dout"], dout_at, dout.bytes)
             q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
