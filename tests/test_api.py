@@ -36,6 +36,18 @@ def test_blackwell_kernels_say_that_they_never_ran() -> None:
     assert not any("never run" in t for t in told)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_gradients_with_sinks_lower_to_kernels(arch: str) -> None:
+    """The backward kernels take no sinks (lse holds them); handing them over once failed on every GPU call."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL compiles the kernel")
+    sinks = jax.ShapeDtypeStruct((2,), jnp.float32)
+    call = jax.jit(jax.grad(lambda x, sinks: jax_fa4.attention(x, x, x, sinks=sinks).sum().astype(jnp.float32), (0, 1)))
+    with warnings.catch_warnings(), jax_fa4.config(arch=arch):
+        warnings.simplefilter("ignore")
+        text = call.trace(X, sinks).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@CuteDSLRT_NvJaxCutlassCall_v2") == 2
+
+
 def test_what_kernels_do_not_take_runs_in_xla_and_says_so_once() -> None:
     text, told = lowered("sm_90a", bias=jnp.zeros((1, 1, 128, 128)))
     assert "CuteDSLRT" not in text

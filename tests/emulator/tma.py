@@ -10,7 +10,8 @@ import numpy as np
 from .memory import CELL
 
 SWIZZLE_MASK = {"none": 0, "32B": 0x10, "64B": 0x30, "128B": 0x70}
-FILL = {("uint8", "zero"): 0, ("float16", "nan"): 0x7FFF, ("bfloat16", "nan"): 0x7FFF, ("float32", "nan"): 0x7FFFFFFF}
+# bfloat16 as an H200 fills it (2026-11-29); the other two were not read off a card.
+FILL = {("uint8", "zero"): 0, ("float16", "nan"): 0x7FFF, ("bfloat16", "nan"): 0x7FF7, ("float32", "nan"): 0x7FFFFFFF}
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
