@@ -7,7 +7,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,13 @@ def _by_reason(refused: list[Any]) -> dict[tuple[str, str], list[str]]:
     return out
 
 
+KINDS = ("band", "segments", "soft_cap", "sinks", "ordered")  # fields of plans that the caller's arguments decide
+
+
 def label(plan: Any) -> str:
-    """A plan in a few words: what it is for, and every yes-or-no choice that is yes."""
+    """A plan in a few words: what it is for. How it does it (tiles, order) is in the manifest's plan text."""
     depth, value_depth = plan.depth, getattr(plan, "value_depth", plan.depth)
-    flags = [f.name for f in fields(plan) if getattr(plan, f.name) is True]
+    flags = [kind for kind in KINDS if getattr(plan, kind, False)]
     depths = f"D{depth}" if depth == value_depth else f"D{depth},{value_depth}"
     return f"{plan.arch} {plan.direction} {plan.dtype} {depths} {'+'.join(flags) or 'full'}"
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_built_is_refused():
     with pytest.raises(BuildError, match=r"serialises wgmma.*C7512"):
         build(Plan("bfloat16", 64, 64, keys=256, stages=1))
     with pytest.raises(BuildError, match=r"[1-9]\d* bytes of register spills, 0 are allowed"):
-        build(Plan("bfloat16", 128, 128, keys=176, stages=1))
+        build(Plan("float16", 192, 128, band=True, segments=True, keys=128))
 
 
 # As the DSL prints them: plain where ptxas is content, coloured and wrapped where it is not.

@@ -138,7 +138,8 @@ BROKEN = {
     "wrong LN2": edit(r"0f3F317218", "0f3F317318"),
     "a mask bit off": edit(r"(shl\.b32 %r\d+, )-1", r"\g<1>-2"),
     "polynomial's power of two": edit(r"(shl\.b32 \s*%r\d+, %r\d+, )23", r"\g<1>22"),
-    "an mbarrier wait dropped": drop_wait(2),
+    "the wait for Q and K dropped": drop_wait(0),
+    "a wait between roles dropped": drop_wait(5),
 }
 
 
