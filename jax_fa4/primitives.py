@@ -55,7 +55,11 @@ def choose(problem: Problem, how: How, arch: str | None) -> Any:
                 "no CUDA device is here to tell for which arch to build; set jax_fa4.config.update(arch='sm_90a') or"
                 " 'sm_100a'"
             )
+        from jax_fa4.ffi import call
+
         plan = kernels.select(problem, arch)
+        if what := call.missing(plan):
+            raise Unsupported(what)
         if arch in kernels.NEVER_RUN:
             warn_once(
                 f"jax_fa4: the kernels for {arch} were emulated and in part verified, but have never run on such a GPU;"

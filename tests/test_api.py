@@ -56,6 +56,23 @@ def test_what_kernels_do_not_take_runs_in_xla_and_says_so_once() -> None:
     assert "CuteDSLRT" not in text and not told
 
 
+@pytest.mark.parametrize("implementation", [None, "fa4"])
+def test_without_compiler_and_object_xla_runs_or_fa4_is_refused(implementation: Any, monkeypatch: Any) -> None:
+    from jax_fa4.ffi import call
+    from jax_fa4.ffi import compile as compiler
+
+    def nothing(plan: Any) -> Any:
+        raise compiler.CompilerMissing("nvidia-cutlass-dsl is not installed; pip install this")
+
+    monkeypatch.setattr(call, "compiled", nothing)
+    if implementation is None:
+        text, told = lowered("sm_90a", logits_soft_cap=7.0)
+        assert "CuteDSLRT" not in text and any("runs in XLA" in t and "pip install this" in t for t in told)
+        return
+    with pytest.raises(jax_fa4.Unsupported, match="pip install this"):
+        lowered("sm_90a", logits_soft_cap=7.0, implementation="fa4")
+
+
 def test_configuration_is_part_of_the_cache_key() -> None:
     traces = []
 

@@ -52,6 +52,19 @@ def compiled(plan: Any, where: store.Store | None = None) -> Artifact:
     return where.get(plan, build=build)
 
 
+def missing(plan: Any) -> str | None:
+    """What keeps this process from running the plan's kernels, in words: no compiler for an object that is in no store,
+    or no runtime library beside a GPU. None where nothing does; the object is then in memory."""
+    from jax_fa4.ffi import compile as compiler
+
+    try:
+        compiled(plan)
+        runtime.register_if_cuda()
+    except (compiler.CompilerMissing, runtime.RuntimeMissing) as error:
+        return str(error)
+    return None
+
+
 def call(
     plan: CallPlan, artifact: Artifact, operands: Mapping[str, Any], shapes: dict[str, int], *, scratch: bool = False
 ) -> dict[str, jax.Array]:
