@@ -11,6 +11,7 @@ the direction that finds more. Rules and what breaks without them:
   proxy        generic stores to shared memory pass fence.proxy.async before the barrier that a bulk store waits for
   elect        bulk copies, products, commits and expect_tx are issued by one elected thread
   init-fence   barriers are initialised, then fenced, then the CTA synchronises
+  dependent    a kernel that starts before the one ahead of it has ended waits before it touches global memory (`early`)
   registers    setmaxnreg values are those of the plan, in steps of 8, and fit the register file
 """
 
@@ -375,6 +376,24 @@ def _init_fence(code: Code) -> list[Finding]:
                 Finding("init-fence", x.line, f"no fence.mbarrier_init between mbarrier.init and {x.text[:40]}")
             )
     return found
+
+
+_GLOBAL = re.compile(r"(ld|st|red|atom)\S*\.global|cp\.(reduce\.)?async\.bulk\.(tensor|shared|global)|cp\.async\.c[ag]")
+
+
+def early(ptx: str, kernel: int) -> list[Finding]:
+    """What kernel number `kernel` of the module may do to global memory on some path before `griddepcontrol.wait`."""
+
+    def change(x: Instruction, waited: frozenset) -> frozenset:
+        return frozenset({"wait"}) if x.op.startswith("griddepcontrol.wait") else waited
+
+    code = parse(ptx.rstrip("\0"))[kernel]
+    states = _states(code, frozenset(), change, lambda a, b: a & b)
+    return [
+        Finding("dependent", x.line, f"before griddepcontrol.wait: {x.text[:80]}")
+        for x, state in zip(code.instructions, states, strict=True)
+        if state is not None and not state and _GLOBAL.match(x.op)
+    ]
 
 
 RULES = (_wait_ld, _tensor_stores, _after_sync, _free_fence, _proxy, _elect, _init_fence)

@@ -78,6 +78,8 @@ DEPTHS = [
 ]
 MANY = Case("many", b=2, t=256, s=200, n=2, k=1, d=128, window=(150, 60), bottom_right=True, q_lens=(256, 140),
             kv_lens=(200, 131), scale=0.2)  # fmt: skip
+PACKED = Case("packed", b=2, t=300, s=300, n=2, k=1, d=128, causal=True, segments=4, q_lens=(300, 190),
+              kv_lens=(290, 300))  # fmt: skip
 CAPPED = Case("capped", b=1, t=200, s=300, n=2, k=1, d=128, window=(150, 20), soft_cap=2.0, q_lens=(190,),
               kv_lens=(270,))  # fmt: skip
 
@@ -90,6 +92,20 @@ def test_backward_is_the_derivative(name):
 @pytest.mark.parametrize("case", [D128, DEPTHS[0]], ids=lambda case: case.name)
 def test_backward_at_other_depths(case):
     passes(case)
+
+
+@pytest.mark.parametrize("name", ["segments_causal", "segments_disjoint"])
+def test_segments_see_only_themselves(name):
+    passes(BY_NAME[name], seed=3)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_segments_of_several_tiles(deterministic):
+    """Query tiles that share no segment with the keys are left out, or with turns are visited and add nothing."""
+    plan, memory = passes(PACKED, "float16", seed=1, deterministic=deterministic)
+    assert plan.segments and plan.narrows is not deterministic
+    if deterministic:
+        assert memory["tickets"] == 2 * 3
 
 
 @pytest.mark.prove

@@ -254,7 +254,6 @@ def test_backward_preprocess_plan():
         ({"dtype": "float64"}, "sm_90a", ["float64", "bfloat16", "xla"]),
         ({"bias": True}, "sm_90a", ["bias", "xla"]),
         ({"mask": True}, "sm_90a", ["mask", "segment ids", "xla"]),
-        ({"direction": "bwd", "segments": True}, "sm_100a", ["segment ids", "backward", "xla"]),
         ({"segments": True}, "sm_100a", ["segment ids", "xla"]),
         ({"direction": "bwd", "v": 136}, "sm_103a", ["136", "value", "backward"]),
         ({}, "sm_80", ["sm_80", "sm_90a", "xla"]),

@@ -1,10 +1,13 @@
 """The Blackwell backward's plan as data, and its compiled facts: counts in the PTX are those of the plan's formulas."""
 
+import functools
 import importlib.util
 import re
 from dataclasses import replace
 
 import pytest
+from ptx_lint import early
+from verifier.mutate import drop, edit
 
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
@@ -21,7 +24,7 @@ def problem(d=64, v=None, dtype="bfloat16", **spec):
 @pytest.mark.parametrize("d", (8, 64, 72, 128))
 @pytest.mark.parametrize("v", (8, 64, 96, 128))
 def test_resources_fit(d, v):
-    for more in ({}, {"soft_cap": True, "deterministic": True, "band": True}):
+    for more in ({}, {"segments": True}, {"soft_cap": True, "deterministic": True, "band": True, "segments": True}):
         plan = choose(problem(d, v, **more))
         assert plan.inner >= d and plan.inner_value >= v and {plan.inner, plan.inner_value} <= set(NATIVE_DEPTHS)
         assert plan.smem <= SMEM_LIMIT
@@ -71,6 +74,9 @@ def test_launch_follows_the_shapes():
     assert dv[:5] == ("dv", (333, 40, 2, 3), (2 * 40, 1, 40, 333 * 2 * 40), (128, 64), True)
     assert (v.tensor, dk.tensor, q.dims, dout.box) == ("v", "dk", (300, 72, 4, 3), (128, 64))
     assert main.pointers == ("stats", "work", "turns", "tickets", "ints", "floats")
+    assert [k.dependent for k in (pre, main, post)] == [False, True, True] and plan.pre.releases
+    _, segmented, _ = bind(replace(plan, segments=True), e)
+    assert segmented.pointers == (*main.pointers, "q_segments", "kv_segments")
     sized = {b.name: b.sized(e) for b in plan.outputs}
     assert sized == {
         "dq": (3, 300, 4, 72), "dk": (3, 333, 2, 72), "dv": (3, 333, 2, 40), "stats": (3, 4, 3, 256),
@@ -101,7 +107,6 @@ def test_impossible_plans_are_our_bugs(bad, words):
         (problem(192, 128), ["192", "query and key", "up to 128"]),
         (problem(64, 136), ["136", "value", "up to 128"]),
         (problem(60), ["60", "multiples of 8"]),
-        (problem(64, segments=True), ["segment ids", "xla"]),
         (problem(64, dtype="float32"), ["float32", "bfloat16"]),
     ],
 )
@@ -125,6 +130,7 @@ PLANS = {
     "d128 band": choose(problem(128, band=True)),
     "d64 cap ordered fp16": choose(problem(64, dtype="float16", soft_cap=True, deterministic=True)),
     "d72 40 sm_103a": choose(problem(72, 40), "sm_103a"),
+    "d128 segments": choose(problem(128, segments=True, soft_cap=True)),
 }
 
 
@@ -144,13 +150,34 @@ def expected(plan):
     }
 
 
+@functools.cache
+def built(name):
+    from jax_fa4.ffi.compile import build
+
+    return build(PLANS[name], keep_ptx=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PLANS)
+def test_every_path_waits_for_the_launch_before_it(name):
+    """Main and post start early: no thread of theirs may touch global memory before the kernel ahead is done with it.
+    Nobody starts early in front of pre, which starts the chain."""
+    ptx = built(name).ptx
+    pre, main, post = range(3)
+    assert early(ptx, main) == early(ptx, post) == []
+    texts = [ptx[at.start() :].split("\n}", 1)[0] for at in re.finditer(r"\.entry", ptx)]
+    assert ["griddepcontrol.launch_dependents" in text for text in texts] == [True, True, False]
+    assert "griddepcontrol.wait" not in texts[pre]
+    for which, kernel in ((0, main), (1, post)):
+        assert early(drop(r"griddepcontrol\.wait;", which)(ptx), kernel)
+        one_path = edit(r"griddepcontrol\.wait;", r"@%p1 bra $SKIP; griddepcontrol.wait; $SKIP:", which)
+        assert early(one_path(ptx), kernel)
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", PLANS)
 def test_compiled_counts_are_the_plans(name):
-    from jax_fa4.ffi.compile import build
-
-    plan = PLANS[name]
-    made = build(plan, keep_ptx=True)
+    plan, made = PLANS[name], built(name)
     assert made.facts.spills == 0 and len(made.facts.kernels) == 3
     assert all(k.stack == 0 for k in made.facts.kernels)
     found = {key: len(re.findall(pattern, made.ptx)) for key, (pattern, _) in expected(plan).items()}

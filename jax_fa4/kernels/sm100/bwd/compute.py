@@ -14,6 +14,7 @@ from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.mask import WORD, covered, hide, limits
 from jax_fa4.kernels.sm100.bwd.plan import GROUP
+from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 LOG2_E = 1.4426950408889634
@@ -53,8 +54,10 @@ def _cap(ctx, line):
 
 
 @cute.jit
-def _weigh(ctx, m, group, thread, stats_at):
+def _weigh(ctx, m, group, thread, stats_at, ids):
     """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
+
+    ids: (the key's segment, its queries' by lane), or None.
 
     With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
     stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
@@ -71,6 +74,8 @@ def _weigh(ctx, m, group, thread, stats_at):
         bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + half * group)
         for c in cutlass.range_constexpr(0, half, WORD):
             hide(plan, _piece(line, c, WORD), c, bounds)
+    if const_expr(plan.segments):
+        hide_others(line, *ids)
     for c in cutlass.range_constexpr(0, half, WORD):
         part, lse = _piece(line, c, WORD), _statistics(ctx, stats_at, 0, half * group + c)
         weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
@@ -140,11 +145,15 @@ def compute(ctx):
     group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
     total = ctx.group * (ctx.last - ctx.first)
     stats_at, m = start(0), cutlass.Int32(ctx.first)
+    own = key_id(ctx, ctx.tile * plan.tile + thread) if const_expr(plan.segments) else None
     for n in cutlass.range(total, unroll=1):
+        ids = None
+        if const_expr(plan.segments):  # they come while S does
+            ids = (own, query_ids(ctx, m * plan.tile + plan.tile // 2 * group, plan.tile // 2))
         wait(ctx.full["stats"], stats_at)
         cute.arch.mbarrier_wait(ctx.full["scores"], n & 1)
         after_wait()
-        line = _weigh(ctx, m, group, thread, stats_at)
+        line = _weigh(ctx, m, group, thread, stats_at, ids)
         cute.arch.mbarrier_wait(ctx.full["slopes"], n & 1)
         after_wait()
         _differ(ctx, line, group, thread, stats_at)

@@ -24,6 +24,7 @@ class Context:
     band: Any  # mask.Band of this example
     scale: Any
     cap: Any  # (scale / cap, cap), or None
+    segments: Any  # (pointer to this example's query ids, to its key ids), or None
     k: Any  # (atom, coordinate tensor, shared tensor (rows, depth, stages)), likewise the others
     v: Any
     q: Any

@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
@@ -108,6 +109,8 @@ def backward(
     tickets,
     ints: cute.Pointer,
     floats: cute.Pointer,
+    q_segments,
+    kv_segments,
     queries: Int32,
     keys: Int32,
     heads: Int32,
@@ -130,11 +133,21 @@ def backward(
         cute.arch.relinquish_tmem_alloc_permit()
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
+    if const_expr(plan.dependent):  # one place for all threads: tickets, turns, statistics and workspace come after it
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
     index = _take(tickets, memory, cute.arch.block_idx()[0], plan)
     # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
     tile, kv_head, batch = work_item(index, up(keys, plan.tile), kv_heads, plan.ordered)
     band = _band(ints, batch, queries, keys)
     first, last = query_tiles(tile, (plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
+    first, last, segments = Int32(first), Int32(last), None
+    if const_expr(plan.segments):
+        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
+        if const_expr(plan.narrows):
+            space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
+            sizes, lengths = (plan.tile, plan.tile, plan.threads), (band.q_len, band.kv_len)
+            first, last = narrowed(tile, (first, last), lengths, segments, space, sizes)
     cap = None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -148,14 +161,15 @@ def backward(
         batch=batch,
         heads=heads,
         group=heads // kv_heads,
-        first=Int32(first),
-        last=Int32(last),
+        first=first,
+        last=last,
         tiles=tiles,
         queries=queries,
         keys=keys,
         band=band,
         scale=floats[VALUES.scale],
         cap=cap,
+        segments=segments,
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
         q=(q_atom, q, shared["q"]),
@@ -181,9 +195,10 @@ def launch(stream, plan, data, e):
     maps = []
     for d in main.descriptors:
         maps += tensor_map(d, data[d.tensor], cute.select(products.tiles(plan, d.box[1], 1), [0, 1]))
-    pointers = [data.get(name) for name in ("stats", "work", "turns", "tickets", "ints", "floats")]
+    names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
+    pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
     backward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
-        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
+        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=main.dependent
     )
     post.start(stream, plan, data, last, e)

@@ -42,12 +42,14 @@ class Plan:
     depth: int  # of queries and keys
     value_depth: int
     band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
+    segments: bool = False
     soft_cap: bool = False
     ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
     at_once: bool = True  # a whole row of dQ is read at once, which frees tensor memory early; else slice by slice
     slices: int = 2  # places for slices of dQ on their way out
     query_stages: int = 2
     registers: tuple[int, int, int] = (152, 136, 88)  # a thread of reduce, of compute, of the other warps
+    dependent: bool = True  # kernels of a call start while those before them end, and wait before they read
     arch: str = "sm_100a"
     direction: str = "bwd"
     spill_allowance: int = 0
@@ -136,11 +138,19 @@ class Plan:
 
     @property
     def smem(self) -> int:
-        """Bytes: tiles with their statistics, dS, slices of dQ, barriers, the address of tensor memory, the ticket."""
+        """Bytes: tiles with their statistics, dS, slices of dQ, barriers, the address of tensor memory, and what
+        segments and turns add."""
         filled = sum(ring.stages * ring.bytes for ring in self.rings)
         square = ITEM_BYTES[self.dtype] * self.tile * self.tile
         barriers = sum(ring.barrier_bytes for ring in self.rings)
-        return filled + square + 4 * self.slices * self.slice_numbers + barriers + 16 + 4 * self.ordered
+        more = 16 + 4 * self.ordered + 16 * (self.threads // WARP) * self.narrows
+        return filled + square + 4 * self.slices * self.slice_numbers + barriers + more
+
+    @property
+    def narrows(self) -> bool:
+        """Whether query tiles of other segments are left out. Ordered, ranks are counted by the band alone, so that
+        every tile of it takes its turn."""
+        return self.segments and not self.ordered
 
     # Tensor memory -------------------------------------------------------------------------------------------------
     @property
@@ -179,13 +189,13 @@ class Plan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, self.ordered)
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, self.ordered, self.dependent)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
         query, key = ("B", "T", "N", self.depth), ("B", "S", "K", self.depth)
         value, line = ("B", "T", "N", self.value_depth), ("B", "N", "T")
-        return (
+        base = (
             Buffer("q", self.dtype, query),
             Buffer("k", self.dtype, key),
             Buffer("v", self.dtype, (*key[:3], self.value_depth)),
@@ -196,6 +206,8 @@ class Plan:
             INTS,
             FLOATS_BUFFER,
         )
+        ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
+        return base + ids * self.segments
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
@@ -225,14 +237,16 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         (up(e["S"], plan.tile) * e["K"] * e["B"], 1, 1),
         plan.threads,
         tuple(map_of(name) for name in ("k", "v", "dk", "dv", "q", "dout")),
+        dependent=plan.dependent,
         smem=plan.smem,
-        pointers=(*scratch, "ints", "floats"),
+        pointers=(*scratch, "ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ())),
         extents=("T", "S", "N", "K", "M"),
     )
     post = Kernel(
         "bwd_post",
         (e["M"] * (plan.tile // POST_ROWS) * e["N"] * e["B"], 1, 1),
         POST_THREADS,
+        dependent=plan.dependent,
         pointers=("work", "dq", "floats"),
         extents=("T", "N", "M"),
     )
@@ -257,7 +271,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     for name, depth in (("query and key", problem.d), ("value", problem.v)):
         if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
             raise Unsupported(f"depth {depth} of {name}: the Blackwell backward takes {DEPTHS}")
-    for name, wanted in (("segment ids", spec.segments), ("bias", spec.bias), ("mask", spec.mask)):
+    for name, wanted in (("bias", spec.bias), ("mask", spec.mask)):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
     more: dict[str, Any] = {}
@@ -269,6 +283,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         problem.v,
         **more,
         band=spec.band,
+        segments=spec.segments,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,
         arch=arch,

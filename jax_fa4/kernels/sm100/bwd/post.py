@@ -23,6 +23,8 @@ def bwd_post(
     plan: cutlass.Constexpr,
 ):
     """A warp takes 8 queries by 32 columns at a time: it reads lines of 128 bytes and writes rows of 64."""
+    if const_expr(plan.dependent):
+        cute.arch.griddepcontrol_wait()  # the main kernel has ended, and so has the preprocess, which that one awaits
     thread = cute.arch.thread_idx()[0]
     pieces = plan.tile // POST_ROWS
     item, head, batch = work_item(cute.arch.block_idx()[0], tiles * pieces, heads, False)
@@ -53,5 +55,5 @@ def start(stream, plan, data, kernel, e):
     assert kernel.block == POST_THREADS == POST_ROWS * ACROSS
     pointers = [data[name] for name in kernel.pointers]
     bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
-        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream
+        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent
     )

@@ -4,52 +4,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from jax_fa4.kernels.common.segments import HIGHEST, LOWEST, narrowed
 from jax_fa4.kernels.sm90.rows import by_row, column_of
-
-LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1
-
-
-@cute.jit
-def across_cta(low, high, space, plan: cutlass.Constexpr):
-    """(min of low, max of high) over all threads, through 8 bytes of shared memory a warp. Synchronises the CTA."""
-    low, high = cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
-    warp = cute.arch.warp_idx()
-    with cute.arch.elect_one():
-        space[2 * warp] = low
-        space[2 * warp + 1] = high
-    cute.arch.barrier()
-    for w in cutlass.range_constexpr(plan.threads // 32):
-        low, high = cutlass.min(low, space[2 * w]), cutlass.max(high, space[2 * w + 1])
-    return low, high
 
 
 @cute.jit
 def narrow(plan: cutlass.Constexpr, tile, band, trip, segments, space):
-    """[first, last) of `trip` without the query tiles at either end whose ids all lie outside the range of the keys'.
-
-    Exact for packed sequences, whose ids never fall. Called by the whole CTA.
-    """
-    first, last = trip
-    of_queries, of_keys = segments
-    thread = cute.arch.thread_idx()[0]
-    low, high = Int32(HIGHEST), Int32(LOWEST)
-    key = tile * plan.keys + thread
-    if (thread < plan.keys) & (key < band.kv_len):
-        low = of_keys[key]
-        high = low
-    low, high = across_cta(low, high, space, plan)
-    begin, end = Int32(HIGHEST), Int32(-1)
-    stop = cutlass.min(last * plan.rows, band.q_len)
-    for i in cutlass.range(first * plan.rows + thread, stop, plan.threads, unroll=4):
-        found = of_queries[i]
-        if (found >= low) & (found <= high):
-            begin, end = cutlass.min(begin, i), cutlass.max(end, i)
-    begin, end = across_cta(begin, end, space + plan.threads // 16, plan)
-    if end < 0:
-        last = first
-    else:
-        first, last = begin // plan.rows, end // plan.rows + 1
-    return first, last
+    """[first, last) of the query tiles of `trip` that share a segment with key tile `tile`: common/segments.py."""
+    sizes = (plan.rows, plan.keys, plan.threads)
+    return narrowed(tile, trip, (band.q_len, band.kv_len), segments, space, sizes)
 
 
 @cute.jit
