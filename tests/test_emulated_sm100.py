@@ -38,7 +38,8 @@ SAME_PLAN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*SAME_PLAN, "sinks", "sinks_dead_rows", "soft_cap", "soft_cap_hard"])
+@pytest.mark.parametrize("name", [*SAME_PLAN, "sinks", "sinks_dead_rows", "soft_cap", "soft_cap_hard",
+                                  "segments", "segments_causal", "segments_disjoint"])  # fmt: skip
 def test_forward_is_attention(name):
     passes(BY_NAME[name])
 
@@ -70,6 +71,44 @@ def test_everything_together_in_any_schedule(seed):
 @pytest.mark.parametrize("seed", range(200))
 def test_everything_together_in_many_schedules(seed):
     passes(MANY, "float16", seed)
+
+
+SEGMENTS = Case("all_kinds", b=2, t=300, s=420, n=2, k=1, d=128, window=(250, 20), bottom_right=True, q_lens=(300, 140),
+                kv_lens=(420, 170), scale=0.2, soft_cap=4.0, sinks=True, segments=3)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_segments_with_everything_else(seed):
+    passes(SEGMENTS, "float16", seed)
+
+
+def test_a_warp_of_two_segments_meets_blocks_of_one():
+    """Each key block is of one segment, the rows of a warp are not: still masked."""
+    case = Case("mixed_rows", b=1, t=100, s=256, n=1, k=1, segments=2)
+
+    def fill(inp):
+        inp.q_segments[...], inp.kv_segments[...] = np.arange(100) // 20 % 2, np.arange(256) // 128
+
+    inp, got, report = forward(plan_of(case), bind, case, fill=fill)
+    report.check()
+    check(got, case, inp, "bfloat16")
+
+
+def test_segments_cost_only_their_own_blocks():
+    """Packed sequences of 256: a pair of query tiles meets two of eight key blocks, not eight."""
+    case = Case("packed", b=1, t=1024, s=1024, n=1, k=1, segments=4)
+
+    def packed(inp):
+        inp.q_segments[...] = inp.kv_segments[...] = np.arange(1024) // 256
+
+    def together(inp):
+        inp.q_segments[...] = inp.kv_segments[...] = 7
+
+    plan = plan_of(case)
+    cycles = [
+        forward(plan, bind, case, fill=fill)[2].check().counters.total("tensor.cycles") for fill in (packed, together)
+    ]
+    assert cycles == [n * 512 for n in (4 * 2 * 2, 4 * 2 * 8)]  # pairs x tiles x blocks, at depth 64 512 clocks each
 
 
 @pytest.mark.parametrize("blocks", range(1, 8))

@@ -76,7 +76,6 @@ def test_impossible_plans_are_our_bugs(bad, words):
         (problem(64, 136), ["136", "values of up to 128"]),
         (problem(60), ["60", "multiples of 8"]),
         (problem(64, dtype="float32"), ["float32", "bfloat16"]),
-        (problem(64, segments=True), ["segment ids", "xla"]),
         (problem(64, bias=True), ["bias"]),
         (problem(64, mask=True), ["mask"]),
     ],
@@ -155,6 +154,8 @@ PLANS = {
     "d128 band": Plan("bfloat16", 128, 128, band=True),
     "d192 128 band": Plan("bfloat16", 192, 128, band=True),
     "d72 40": Plan("bfloat16", 72, 40),
+    "d128 segments band": choose(problem(128, band=True, segments=True)),
+    "d192 everything": choose(problem(192, 128, "float16", band=True, segments=True, soft_cap=True, sinks=True)),
     "d64 cap": choose(problem(soft_cap=True)),
     "d128 cap sinks": choose(problem(128, soft_cap=True, sinks=True)),
     "d192 cap": choose(problem(192, 128, soft_cap=True)),
@@ -190,6 +191,7 @@ def expected(plan):
         "votes": (r"vote\.sync", 2),
         "TMA loads": (r"cp\.async\.bulk\.tensor\S+shared::cta\.global", (3 * d + v) // 64),
         "TMA stores": (r"cp\.async\.bulk\.tensor\S+global\.shared", 2 * v // 64),
+        "ids": (r"shfl\.sync", 3 + 128 * plan.segments),  # three make a warp index uniform
         "local memory": (r"\.local\b", 0),
     }
 

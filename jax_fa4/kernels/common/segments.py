@@ -1,4 +1,4 @@
-"""Segment ids of a backward CTA: query tiles that no segment shares with its keys are not visited."""
+"""Segment ids of a CTA's tile: the tiles of the other side that no segment shares with it are not visited."""
 
 import cutlass
 import cutlass.cute as cute
@@ -22,32 +22,43 @@ def across_cta(low, high, space, threads: cutlass.Constexpr):
 
 
 @cute.jit
-def narrowed(tile, trip, lengths, ids, space, sizes: cutlass.Constexpr):
-    """[first, last) of `trip` without the query tiles at either end whose ids all lie outside the range of the keys'.
+def narrow(size: cutlass.Constexpr, own, trip, end_of_others, ids, space):
+    """[first, last) of `trip` without the tiles at either end whose ids all lie outside the range of the tile's own.
 
-    lengths: real queries and keys. ids: pointers to those of the example's queries and keys. space: 16 bytes a warp.
-    sizes: queries and keys of a tile, threads of the CTA. Exact for packed sequences, whose ids never fall. Called by
-    the whole CTA.
+    size: (threads of the CTA, length of the other side's tiles). own: [begin, end) of the tile's rows, no more than
+    threads. ids: pointers to those of its own side and of the other. space: int32, 4 a warp. Exact for packed sequences,
+    whose ids never fall. Called by the whole CTA. Reading 16k ids costs about what one tile of scores does.
     """
-    rows, keys, threads = sizes
+    threads, length = size
     first, last = trip
-    of_queries, of_keys = ids
+    of_own, of_others = ids
     thread = cute.arch.thread_idx()[0]
     low, high = Int32(HIGHEST), Int32(LOWEST)
-    key = tile * keys + thread
-    if (thread < keys) & (key < lengths[1]):
-        low = of_keys[key]
+    row = own[0] + thread
+    if row < own[1]:
+        low = of_own[row]
         high = low
     low, high = across_cta(low, high, space, threads)
     begin, end = Int32(HIGHEST), Int32(-1)
-    stop = cutlass.min(last * rows, lengths[0])
-    for i in cutlass.range(first * rows + thread, stop, threads, unroll=4):
-        found = of_queries[i]
+    stop = cutlass.min(last * length, end_of_others)
+    for i in cutlass.range(first * length + thread, stop, threads, unroll=4):
+        found = of_others[i]
         if (found >= low) & (found <= high):
             begin, end = cutlass.min(begin, i), cutlass.max(end, i)
     begin, end = across_cta(begin, end, space + threads // 16, threads)
     if end < 0:
         last = first
     else:
-        first, last = begin // rows, end // rows + 1
+        first, last = begin // length, end // length + 1
     return first, last
+
+
+@cute.jit
+def narrowed(tile, trip, lengths, ids, space, sizes: cutlass.Constexpr):
+    """`narrow` of a backward: the query tiles of a key tile. lengths: real queries and keys. ids: of the queries, of the keys.
+
+    sizes: queries and keys of a tile, threads of the CTA.
+    """
+    rows, keys, threads = sizes
+    own = (tile * keys, cutlass.min((tile + 1) * keys, lengths[1]))
+    return narrow((threads, rows), own, trip, lengths[0], (ids[1], ids[0]), space)

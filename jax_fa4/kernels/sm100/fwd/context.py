@@ -23,6 +23,7 @@ class Context:
     before: Any  # soft cap: scores times this are the exponent in tanh; else None
     scale: Any  # what then turns scores into log2 units
     sink: Any  # this head's, in log2 units; else None
+    segments: Any  # (pointer to this example's query ids, to its key ids), or None
     q: Any  # (copy atom, coordinate tensor, shared tensor), likewise k, v, out
     k: Any
     v: Any

@@ -90,6 +90,8 @@ def forward(
     lse: cute.Pointer,
     ints: cute.Pointer,
     floats: cute.Pointer,
+    q_segments,
+    kv_segments,
     sinks,
     queries: Int32,
     keys: Int32,
@@ -117,7 +119,12 @@ def forward(
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     band, before, scale = _values(plan, ints, floats, batch, queries, keys)
-    last, blocks = visited(plan, tile, band)
+    segments, space = None, None
+    if const_expr(plan.segments):
+        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
+        # Aligned: the compiler reads it by 16 bytes, and past its end where it begins elsewhere.
+        space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
+    last, blocks = visited(plan, tile, band, segments, space)
     ctx = Context(
         plan=plan,
         warp=warp,
@@ -134,6 +141,7 @@ def forward(
         before=before,
         scale=scale,
         sink=sinks[head] * LOG2E if const_expr(plan.sinks) else None,
+        segments=segments,
         q=(q_atom, q, shared["q"]),
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
@@ -174,7 +182,7 @@ def launch(stream, plan, data, e):
     (main,) = bind(plan, e, wide=lambda x: x.to(Int64))
     tma = _atoms(plan, main.descriptors, data)
     maps = [part for name in ("q", "k", "v", "out") for part in tma[name]]
-    pointers = [data.get(name) for name in ("lse", "ints", "floats", "sinks")]
+    pointers = [data.get(name) for name in ("lse", "ints", "floats", "q_segments", "kv_segments", "sinks")]
     forward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
         grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
     )

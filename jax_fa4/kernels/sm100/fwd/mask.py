@@ -4,20 +4,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
+from jax_fa4.kernels.common.segments import narrow
 from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles
 
 WORD = 32  # columns whose visibility one register holds
 
 
 @cute.jit
-def visited(plan: cutlass.Constexpr, tile, band):
+def visited(plan: cutlass.Constexpr, tile, band, segments, space):
     """(last, how many): blocks last - how many ... last - 1 cover every key that any row of the pair of tiles sees.
 
     At least one block, even where nothing is seen: wholly masked it leaves out = 0 and lse = -inf, so no role has an
-    empty path.
+    empty path. With segments the whole CTA calls it; space: see `narrow`.
     """
     first, last = key_tiles(tile, (2 * plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
-    blocks = cutlass.max(Int32(last) - Int32(first), 1)
+    first, last = Int32(first), Int32(last)
+    if const_expr(plan.segments):
+        own = (2 * plan.tile * tile, cutlass.min(2 * plan.tile * (tile + 1), band.q_len))
+        first, last = narrow((plan.threads, plan.tile), own, (first, last), band.kv_len, segments, space)
+    blocks = cutlass.max(last - first, 1)
     return first + blocks, blocks
 
 

@@ -51,6 +51,7 @@ class Plan:
     depth: int  # of queries and keys
     value_depth: int
     band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
+    segments: bool = False
     soft_cap: bool = False
     sinks: bool = False
     early: int = 3  # quarters of P that are handed over first; 4 = all at once
@@ -164,7 +165,8 @@ class Plan:
     def smem(self) -> int:
         """Bytes: tiles, statistics, barriers, the address of tensor memory."""
         barriers = sum(ring.barrier_bytes for ring in self.rings)
-        return self.query_bytes + self.stages * self.stage_bytes + 4 * self.stats_words + barriers + 16
+        minima = 16 * (self.threads // WARP) * self.segments  # two exchanges of two numbers a warp
+        return self.query_bytes + self.stages * self.stage_bytes + 4 * self.stats_words + barriers + 16 + minima
 
     # Tensor memory -------------------------------------------------------------------------------------------------
     @property
@@ -205,7 +207,8 @@ class Plan:
             INTS,
             FLOATS_BUFFER,
         )
-        return base + (Buffer("sinks", "float32", ("N",)),) * self.sinks
+        ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
+        return base + ids * self.segments + (Buffer("sinks", "float32", ("N",)),) * self.sinks
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
@@ -259,7 +262,6 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     if native(problem.d, problem.v) is None:
         raise Unsupported(f"depths {problem.d} (query, key), {problem.v} (value): the Blackwell forward takes {DEPTHS}")
     for name, wanted in (
-        ("segment ids", spec.segments),
         ("bias", spec.bias),
         ("mask", spec.mask),
     ):
@@ -274,6 +276,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         problem.dtype,
         problem.d,
         problem.v,
+        segments=spec.segments,
         sinks=spec.sinks,
         **{"band": spec.band, **more},
         share=share_of(64 if spec.soft_cap else problem.d, spec.band, arch),

@@ -10,6 +10,7 @@ from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.exp2 import exp2_line
 from jax_fa4.kernels.sm100.fwd.mask import hide
 from jax_fa4.kernels.sm100.fwd.plan import GROUP
+from jax_fa4.kernels.sm100.fwd.segments import hide_others, own_ids
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 CHAINS = 4  # independent chains of maxima and of packed sums
@@ -111,6 +112,7 @@ def softmax(ctx):
     )  # bound here: a store through ctx in a loop would make ctx a carried value
     mine = 1 + ctx.warp  # named barrier of this warp and the correction warp with the same rows
     peak, total = -Float32.inf, Float32(0)
+    own = own_ids(ctx, (2 * ctx.tile + s) * plan.tile + thread) if const_expr(plan.segments) else None
     for i in cutlass.range(ctx.blocks, unroll=1):
         cute.arch.mbarrier_wait(ctx.full["scores"] + s, i & 1)
         after_wait()
@@ -119,6 +121,8 @@ def softmax(ctx):
         if const_expr(plan.soft_cap):
             _cap(line, ctx.before)
         hide(ctx, s, thread, ctx.last - 1 - i, line)
+        if const_expr(plan.segments):
+            hide_others(ctx, ctx.last - 1 - i, line, own)
         peak, factor = _move(plan, peak, _row_max(line, peak), ctx.scale)
         stats[slot] = factor
         cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)

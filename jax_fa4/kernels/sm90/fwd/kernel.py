@@ -17,13 +17,13 @@ from jax_fa4.kernels.common.copies import init_barriers, make_barriers, settle, 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import ITEM_BYTES
 from jax_fa4.kernels.common.ring import start, step
+from jax_fa4.kernels.common.segments import narrow
 from jax_fa4.kernels.common.tiles import dealt, key_tiles, paired, sectioned, share, up, work_item
 from jax_fa4.kernels.sm90.fwd.attend import attend
 from jax_fa4.kernels.sm90.fwd.combine import combine
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
 from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of
-from jax_fa4.kernels.sm90.fwd.segments import narrow
 from jax_fa4.kernels.sm90.rows import LOG2_E, power_of_two
 from jax_fa4.kernels.sm90.wgmma import swizzled
 from jax_fa4.mask import Band
@@ -80,7 +80,8 @@ def place(ctx, work, memory):
     (first, last), segments = (Int32(x) for x in trip), None
     if const_expr(plan.segments):
         segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
-        first, last = narrow(plan, tile, band, (first, last), segments, space)
+        own = (tile * plan.rows, cutlass.min((tile + 1) * plan.rows, band.q_len))
+        first, last = narrow((plan.threads, plan.keys), own, (first, last), band.kv_len, segments, space)
     line = batch.to(Int64) * ctx.heads + head
     sink = sinks[head] if const_expr(plan.sinks) else None
     if const_expr(plan.splits):

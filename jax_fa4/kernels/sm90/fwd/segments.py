@@ -1,56 +1,11 @@
-"""Segment ids of the Hopper forward: key tiles that no segment shares are not visited, uniform ones are not masked."""
+"""Segment ids of the Hopper forward: hides pairs of different ones; tiles of a single segment are not masked."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from jax_fa4.kernels.common.segments import HIGHEST, LOWEST
 from jax_fa4.kernels.sm90.rows import by_row, column_of
-
-LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1
-
-
-@cute.jit
-def across_cta(low, high, space, plan: cutlass.Constexpr):
-    """(min of low, max of high) over all threads, through 8 bytes of shared memory a warp. Synchronises the CTA."""
-    low, high = cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
-    warp = cute.arch.warp_idx()
-    with cute.arch.elect_one():
-        space[2 * warp] = low
-        space[2 * warp + 1] = high
-    cute.arch.barrier()
-    for w in cutlass.range_constexpr(plan.threads // 32):
-        low, high = cutlass.min(low, space[2 * w]), cutlass.max(high, space[2 * w + 1])
-    return low, high
-
-
-@cute.jit
-def narrow(plan: cutlass.Constexpr, tile, band, trip, segments, space):
-    """[first, last) of `trip` without the tiles at either end whose ids are all outside the range of the queries' ids.
-
-    Exact for packed sequences, whose ids never fall. Called by the whole CTA. Reading the ids of 16k keys costs about
-    what one tile of scores does.
-    """
-    first, last = trip
-    of_queries, of_keys = segments
-    thread = cute.arch.thread_idx()[0]
-    low, high = Int32(HIGHEST), Int32(LOWEST)
-    row = tile * plan.rows + thread
-    if (thread < plan.rows) & (row < band.q_len):
-        low = of_queries[row]
-        high = low
-    low, high = across_cta(low, high, space, plan)
-    begin, end = Int32(HIGHEST), Int32(-1)
-    stop = cutlass.min(last * plan.keys, band.kv_len)
-    for j in cutlass.range(first * plan.keys + thread, stop, plan.threads, unroll=4):
-        found = of_keys[j]
-        if (found >= low) & (found <= high):
-            begin, end = cutlass.min(begin, j), cutlass.max(end, j)
-    begin, end = across_cta(begin, end, space + plan.threads // 16, plan)
-    if end < 0:
-        last = first
-    else:
-        first, last = begin // plan.keys, end // plan.keys + 1
-    return first, last
 
 
 @cute.jit
