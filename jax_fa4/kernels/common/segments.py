@@ -26,7 +26,7 @@ def narrow(size: cutlass.Constexpr, own, trip, end_of_others, ids, space):
     """[first, last) of `trip` without the tiles at either end whose ids all lie outside the range of the tile's own.
 
     size: (threads of the CTA, length of the other side's tiles). own: [begin, end) of the tile's rows, no more than
-    threads. ids: pointers to those of its own side and of the other. space: int32, 4 a warp. Exact for packed sequences,
+    threads. ids: pointers to those of its side and of the other. space: int32, 4 a warp. Exact for packed sequences,
     whose ids never fall. Called by the whole CTA. Reading 16k ids costs about what one tile of scores does.
     """
     threads, length = size
@@ -55,7 +55,7 @@ def narrow(size: cutlass.Constexpr, own, trip, end_of_others, ids, space):
 
 @cute.jit
 def narrowed(tile, trip, lengths, ids, space, sizes: cutlass.Constexpr):
-    """`narrow` of a backward: the query tiles of a key tile. lengths: real queries and keys. ids: of the queries, of the keys.
+    """`narrow` of a backward: the query tiles of a key tile. lengths: real queries and keys. ids: of both.
 
     sizes: queries and keys of a tile, threads of the CTA.
     """
