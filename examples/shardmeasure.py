@@ -67,10 +67,17 @@ def sent_mb(text: str, devices: int) -> float | None:
         g = _group_size(rest, devices)
         if g is None:
             return None
-        if kind == "all-gather" and start:
-            size *= g / (g + 1)
+        if start:  # these name their operand beside their result, in one shape
+            size *= {"all-gather": g / (g + 1), "reduce-scatter": 1 / (g + 1), "all-to-all": 1 / 2}.get(kind, 1)
         total += size * {"all-reduce": 2 * (g - 1) / g, "reduce-scatter": g - 1}.get(kind, (g - 1) / g)
     return total / 1e6
+
+
+def collectives(text: str) -> list[str]:
+    """What sent_mb counted, an entry each: kind, whether it is the started form, and the shape that HLO names."""
+    return [
+        f"{kind}{start or ''} {shape}" for shape, kind, start, _ in (x.groups() for x in _COLLECTIVE.finditer(text))
+    ]
 
 
 def _group_size(rest: str, devices: int) -> int | None:
@@ -123,7 +130,7 @@ def sequence_rows(
             call = functools.partial(cp.attention, mesh=mesh, axis="x", mode=mode, layout=layout, is_causal=True)
             run = compiled(with_gradients(call), given)
             error = distance(list(run(*given)), wanted)
-            ms = milliseconds(run, given)
+            ms, text = milliseconds(run, given), run.as_text()
             rows.append(
                 {
                     "what": f"{mode} {layout}",
@@ -131,7 +138,8 @@ def sequence_rows(
                     "ms": ms,
                     "efficiency": one / size / ms,
                     "exposed_ms": ms - one / size * predict.imbalance(mode, layout, size),
-                    "moved_mb": sent_mb(run.as_text(), size),
+                    "moved_mb": sent_mb(text, size),
+                    "collectives": collectives(text),
                     "error": error,
                     "mb": temporary_mb(run),
                 }
@@ -185,6 +193,10 @@ def placed_rows(
         given = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
         run = compiled(call, given)
         got, ms, text = run(*given), milliseconds(run, given), run.as_text()
+        local = [jax.device_put(x.addressable_shards[0].data, jax.devices()[0]) for x in given]
+        if what == "heads" and k % size:  # whole key heads everywhere, of which a device's queries see their own
+            local[1:3] = [x[:, :, : max(1, k // size)] for x in local[1:3]]
+        share = milliseconds(compiled(call, local), local)
         rows.append(
             {
                 "what": f"{what} sharded",
@@ -193,6 +205,7 @@ def placed_rows(
                 "ms": ms,
                 "efficiency": one / size / ms,
                 "exposed_ms": ms - one / size,
+                "share_ms": share,  # a device's part, on one device alone: what a smaller call loses of its own accord
                 "moved_mb": sent_mb(text, size),
                 "all_gathers": len(re.findall(r" all-gather(-start)?\(", text)),
                 "error": distance(got, want),
@@ -219,5 +232,5 @@ def call_row(shapes: dict[str, int], mesh: Any, dtype: Any = jnp.bfloat16, lengt
 
 def say(row: dict[str, Any]) -> str:
     """A row on one line."""
-    head, rest = f"{row['what']:24s}", {key: x for key, x in row.items() if key != "what"}
+    head, rest = f"{row['what']:24s}", {key: x for key, x in row.items() if key not in ("what", "collectives")}
     return head + "  ".join(f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}" for key, x in rest.items())

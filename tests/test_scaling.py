@@ -77,7 +77,9 @@ def test_the_compiled_program_sends_what_is_predicted(report):
         assert math.isclose(ring["moved_mb"], (3 + 4) * kv, rel_tol=1e-9)
     for name in ("all_gather zigzag", "model 4 x 1", "model 2 x 2"):
         assert math.isclose(rows[name]["moved_mb"], rows[name]["predicted_moved_mb"], rel_tol=0.02), name
-    assert rows["batch sharded"]["moved_mb"] == 0
+    assert rows["batch sharded"]["moved_mb"] == 0 and rows["batch sharded"]["share_ms"] > 0
+    kinds = {line.split()[0] for line in rows["all_gather zigzag"]["collectives"]}
+    assert kinds == {"all-gather", "reduce-scatter"}
 
 
 def test_a_wrong_result_fails(monkeypatch, capsys, tmp_path):
@@ -128,8 +130,11 @@ def test_started_collectives_count_once():
       %q = f32[10] collective-permute-done(%p)
       %r = f32[3] reduce-scatter(%z), replica_groups=[1,4]<=[4], dimensions={0}
       %t = (f32[6], bf16[2]) all-to-all(%u, %v), replica_groups={{0,1}}
+      %a = ((f32[6], bf16[2]), (f32[6], bf16[2])) all-to-all-start(%u, %v), replica_groups={{0,1}}
+      %e = (f32[12], f32[3]) reduce-scatter-start(%z), replica_groups=[1,4]<=[4], dimensions={0}
     """
-    assert shardmeasure.sent_mb(text, 4) == pytest.approx((48 + 40 + 36 + 14) / 1e6)
+    assert shardmeasure.sent_mb(text, 4) == pytest.approx((48 + 40 + 36 + 14 + 14 + 36) / 1e6)
+    assert shardmeasure.collectives(text)[1] == "collective-permute-start (f32[10], f32[10])"
 
 
 @pytest.mark.parametrize(
