@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_fa4 import kernels, operands, reference, sharding
+from jax_fa4.kernels.common.parts import label
 from jax_fa4.operands import UNBATCHED, flatten, names_in, unflatten
 from jax_fa4.reference import Operands
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
@@ -162,7 +163,7 @@ def _run(plan: Any, operands: dict[str, Any]) -> dict[str, Any]:
     from jax_fa4.ffi import call
 
     (b, t, n, _), (_, s, k, _) = operands["q"].shape, operands["k"].shape
-    with jax.named_scope(f"fa4_{plan.direction}_{plan.arch}_d{plan.depth}"):
+    with jax.named_scope(label(plan)):
         return call.call(plan, call.compiled(plan), operands, {"B": b, "T": t, "S": s, "N": n, "K": k})
 
 

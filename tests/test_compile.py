@@ -14,6 +14,7 @@ import pytest
 from jax_fa4.ffi import compile as compiling
 from jax_fa4.ffi.compile import BuildError, CompilerMissing, build, read_remarks
 from jax_fa4.kernels import select
+from jax_fa4.kernels.common.parts import label
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.sm90.fwd.plan import MEASURED, Plan, bind, tiles_for
 from jax_fa4.spec import AttentionSpec, Problem
@@ -60,6 +61,7 @@ def test_builds_without_spills(name):
     assert made.facts.spills == 0 and made.facts.serialised == ()
     assert all(k.stack == 0 for k in made.facts.kernels)
     assert 0 < made.facts.kernels[0].registers <= 168
+    assert made.facts.kernels[0].name.startswith(label(plan) + "_kernel_"), "what a profiler shows"
 
 
 @pytest.mark.parametrize("name", [n for n in PLANS if n.startswith("d")])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels import select
-from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
+from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
 from jax_fa4.kernels.common.tiles import (
     all_keys_visible,
     dealt,
@@ -286,3 +286,16 @@ def test_planning_needs_no_compiler():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("d", "v", "direction", "arch", "spec", "name"),
+    [
+        (128, 128, "fwd", "sm_90a", {"band": True, "soft_cap": True}, "fa4_fwd_sm_90a_d128_band_soft_cap"),
+        (192, 128, "bwd", "sm_90a", {"deterministic": True}, "fa4_bwd_sm_90a_d192v128_full_deterministic"),
+        (64, 64, "fwd", "sm_100a", {}, "fa4_fwd_sm_100a_d64_full"),
+    ],
+)
+def test_labels_say_direction_depth_and_mask(d, v, direction, arch, spec, name):
+    plan = select(Problem(AttentionSpec(**spec), 1, 1, 1, 1, 1, d, v, "bfloat16", direction), arch)
+    assert label(plan) == name

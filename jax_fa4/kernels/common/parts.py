@@ -87,6 +87,26 @@ class Plan(Protocol):
         ...
 
 
+def label(plan: Plan) -> str:
+    """What profilers show of a kernel: fa4, direction, arch, depths, mask and whatever else makes its plan another one.
+
+    fa4_fwd_sm_90a_d128_band, fa4_bwd_sm_100a_d192v128_full_segments_deterministic.
+    """
+    have = {name: getattr(plan, name, False) for name in ("segments", "soft_cap", "sinks", "packed", "splits", "pair")}
+    have["deterministic"] = getattr(plan, "deterministic", False) or getattr(plan, "ordered", False)
+    value_depth = getattr(plan, "value_depth", 0)
+    depth = getattr(plan, "depth", value_depth)
+    depths = f"d{depth}" + (f"v{value_depth}" if value_depth != depth else "")
+    mask = {True: ["band"], False: ["full"], None: []}[getattr(plan, "band", None)]  # a preprocess serves every mask
+    return "_".join(["fa4", plan.direction, plan.arch, depths, *mask, *(name for name, has in have.items() if has)])
+
+
+def labelled(kernel: Any, plan: Plan) -> Any:
+    """The device function, whose symbol in the object will start with the plan's label."""
+    kernel.set_name_prefix(label(plan))
+    return kernel
+
+
 Bind = Callable[..., tuple[Kernel, ...]]  # bind(plan, extents, wide=int)
 
 

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import work_item
 from jax_fa4.kernels.passes.plan import bind
 
@@ -95,7 +96,7 @@ def start(stream, plan, data, e, dependent=False):
     kernel = bind(plan, e, dependent)
     pointers = [data[name] for name in ("out", "dout", "lse", "dlse", "ints", "stats")]
     more = [data.get(name) for name in ("work", "turns", "tickets")]
-    bwd_pre(*pointers, *more, *[e[symbol] for symbol in kernel.extents], plan).launch(
+    labelled(bwd_pre, plan)(*pointers, *more, *[e[symbol] for symbol in kernel.extents], plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=dependent
     )
 

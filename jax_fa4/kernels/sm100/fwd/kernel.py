@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers
+from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import up, work_item
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
 from jax_fa4.kernels.sm100.fwd import operands
@@ -183,6 +184,6 @@ def launch(stream, plan, data, e):
     tma = _atoms(plan, main.descriptors, data)
     maps = [part for name in ("q", "k", "v", "out") for part in tma[name]]
     pointers = [data.get(name) for name in ("lse", "ints", "floats", "q_segments", "kv_segments", "sinks")]
-    forward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+    labelled(forward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
         grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
     )

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, settle, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.common.parts import ITEM_BYTES
+from jax_fa4.kernels.common.parts import ITEM_BYTES, labelled
 from jax_fa4.kernels.common.ring import start, step
 from jax_fa4.kernels.common.segments import narrow
 from jax_fa4.kernels.common.tiles import dealt, key_tiles, paired, sectioned, share, up, work_item
@@ -231,10 +231,10 @@ def launch(stream, plan, data, e):
     sizes = [named[symbol] for symbol in main.extents] + [None] * (not plan.splits)
     # More than one CTA of an SM needs all of its shared memory; left out, the DSL asks a driver about it.
     several = {"preferred_smem_carveout": 100} if plan.blocks > 1 else {}
-    forward(*maps, *pointers, *sizes, plan).launch(
+    labelled(forward, plan)(*maps, *pointers, *sizes, plan).launch(
         grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=plan.blocks, **several
     )
     for last in then:
-        combine(*[data[name] for name in last.pointers], *[e[symbol] for symbol in last.extents], plan).launch(
-            grid=last.grid, block=(last.block, 1, 1), stream=stream
-        )
+        labelled(combine, plan)(
+            *[data[name] for name in last.pointers], *[e[symbol] for symbol in last.extents], plan
+        ).launch(grid=last.grid, block=(last.block, 1, 1), stream=stream)
