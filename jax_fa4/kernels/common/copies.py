@@ -38,13 +38,14 @@ def init_barriers(rings: cutlass.Constexpr, full, empty):
                     cute.arch.mbarrier_init(empty[ring.name] + stage, ring.empty)
 
 
-def views(operand, box, head, batch):
+def views(operand, box, head, batch, column=0):
     """(atom, shared view, global view) of one head: the shared one by stage, the global one by tile of rows.
 
-    operand: (atom, coordinate tensor, shared tensor (rows, columns, stages)). box: (rows, columns).
+    operand: (atom, coordinate tensor, shared tensor (rows, columns, stages)). box: (rows, columns). column: which tile
+    along depth.
     """
     atom, coords, shared = operand
-    tiles = cute.local_tile(coords[None, None, head, batch], box, (None, 0))
+    tiles = cute.local_tile(coords[None, None, head, batch], box, (None, column))
     inside, outside = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )

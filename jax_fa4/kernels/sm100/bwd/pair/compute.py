@@ -1,0 +1,207 @@
+"""The compute warpgroups: P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta); finally dK and dV leave.
+
+A thread has one key, which is its lane of tensor memory, and 64 of the 128 queries: those of group g are [32 g, 32 g + 32)
+and 64 more than these. CTA r of the pair sums dQ of the queries of group r: so of each CTA's dS one group's stays and
+the other's is sent, a warp's part as soon as that warp has it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from jax_fa4.kernels.common.copies import put, views
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.sm100 import tmem
+from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
+from jax_fa4.kernels.sm100.bwd.pair.pipe import arrive_leader
+from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, INNER, WARP, WORD
+from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
+
+LOG2_E = 1.4426950408889634
+MEET = 1  # named barrier of the compute warps
+CHUNK = 8  # 16-bit numbers of one 16-byte store
+
+
+@cute.jit
+def _statistics(ctx, at, which: cutlass.Constexpr, first):
+    """WORD statistics, LSE in base 2 (0) or delta (1), of the queries from `first` on."""
+    n = ctx.plan.tile
+    found = cute.make_rmem_tensor(WORD, Float32)
+    source = (ctx.held + (at.index * (2 * n) + which * n + first)).align(16)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WORD)), found)
+    return found
+
+
+def _rounded(plan, line):
+    """(the numbers in 16 bits, the same registers as words)."""
+    count, kind = cute.size(line), DTYPES[plan.dtype]
+    words = cute.make_rmem_tensor(count // 2, Float32)
+    half = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=kind), cute.make_layout(count))
+    half.store(line.load().to(kind))
+    return half, words
+
+
+@cute.jit
+def _cap(ctx, line):
+    """tanh(scale * score / cap) in place, as 1 - 2 / (1 + exp 2x), as in the forward."""
+    grown = ctx.cap[0] * (2.0 * LOG2_E)
+    for c in cutlass.range_constexpr(cute.size(line)):
+        line[c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(line[c] * grown, fastmath=True))
+
+
+def _mine(group, i):
+    """The first of the 32 queries, counted in the tile, that are the group's i-th."""
+    return 2 * WORD * i + WORD * group
+
+
+@cute.jit
+def _weigh(ctx, m, group, thread, stats_at):
+    """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
+
+    With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
+    stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
+    """
+    plan = ctx.plan
+    lines = [tmem.read(ctx.tmem + (plan.at("s") + _mine(group, i)), WORD, thread) for i in range(2)]
+    tmem.loaded()
+    before_arrive()
+    arrive_leader(ctx.empty["scores"])
+    scale = ctx.scale * LOG2_E
+    if const_expr(plan.soft_cap):
+        for i in cutlass.range_constexpr(2):
+            _cap(ctx, lines[i])
+        scale = ctx.cap[1] * LOG2_E
+    if not covered(ctx, m):
+        bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + _mine(group, 0))
+        for i in cutlass.range_constexpr(2):
+            hide(plan, lines[i], _mine(0, i), bounds)
+    for i in cutlass.range_constexpr(2):
+        part, lse = lines[i], _statistics(ctx, stats_at, 0, _mine(group, i))
+        weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
+        for j in cutlass.range_constexpr(0, WORD, 2):
+            pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
+            for k in cutlass.range_constexpr(2):
+                weights[j + k] = cute.math.exp2(pair[k], fastmath=True)
+        _, words = _rounded(plan, weights)
+        tmem.write(ctx.tmem + (plan.at("p") + WORD * group + WORD // 2 * i), words, thread)
+        if const_expr(plan.soft_cap):
+            for j in cutlass.range_constexpr(WORD):
+                part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
+    tmem.stored()
+    before_arrive()
+    arrive_leader(ctx.full["probs"])
+    return lines
+
+
+@cute.jit
+def _differ(ctx, lines, group, thread, stats_at):
+    """dS^T of the thread, over its own dP^T in tensor memory; given back in 16 bits."""
+    plan = ctx.plan
+    made = []
+    for i in cutlass.range_constexpr(2):
+        slope = tmem.read(ctx.tmem + (plan.at("dp") + _mine(group, i)), WORD, thread)
+        delta = _statistics(ctx, stats_at, 1, _mine(group, i))
+        tmem.loaded()
+        part = lines[i]
+        for j in cutlass.range_constexpr(0, WORD, 2):
+            pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
+            part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
+        small, words = _rounded(plan, part)
+        tmem.write(ctx.tmem + (plan.at("ds") + WORD * group + WORD // 2 * i), words, thread)
+        made.append(small)
+    tmem.stored()
+    before_arrive()
+    arrive_leader(ctx.full["ds"])
+    return made
+
+
+@cute.jit
+def _send(ctx, warp):
+    """Starts the copy of a warp's 32 keys of the parcel to where the other CTA has these keys."""
+    plan = ctx.plan
+    row = cute.size(ctx.parcel, mode=[1])
+    nbytes = plan.tile_bytes("parcel") // plan.tile * WARP
+    with cute.arch.elect_one():
+        peer = ctx.rank ^ 1
+        source = ctx.parcel.iterator.toint() + warp * nbytes
+        to = cute.arch.map_dsmem_ptr(ctx.ds.iterator, peer).toint() + (ctx.rank * plan.tile * row * 2 + warp * nbytes)
+        barrier = cute.arch.map_dsmem_ptr(ctx.full["trade"], peer).toint()
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[to, source, Int32(nbytes), barrier],
+        )
+
+
+@cute.jit
+def _hand_over(ctx, small, group, thread, n):
+    """dS of the thread as a row of 64 queries: kept, or sent to the other CTA."""
+    cute.arch.mbarrier_wait(ctx.full["dq"], (n & 1) ^ 1)  # dQ of the step before has read both places, and the peer's
+    keeps = group == ctx.rank
+    at = cute.arch.make_warp_uniform(cutlass.select_(keeps, ctx.rank * ctx.plan.tile, 0)) + thread
+    base = ctx.parcel.iterator
+    if keeps:
+        base = ctx.ds.iterator
+    chunks = cute.flat_divide(cute.make_tensor(base, ctx.ds.layout), (1, CHUNK))
+    for i in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(0, WORD, CHUNK):
+            source = cute.make_tensor(small[i].iterator + j, cute.make_layout((1, CHUNK)))
+            cute.autovec_copy(source, chunks[None, None, at, (WORD * i + j) // CHUNK])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    if keeps:
+        arrive_leader(ctx.full["square"], True)
+    else:
+        cute.arch.sync_warp()
+        _send(ctx, ctx.warp % 4)
+
+
+@cute.jit
+def _lay_down(ctx, name: cutlass.Constexpr, group, thread, factor, alive):
+    """The thread's half of its row of dK or dV, in the caller's dtype, into K's or V's place; 0 where nobody looked."""
+    plan = ctx.plan
+    width = INNER // 2
+    chunks = cute.flat_divide(ctx.maps[name][2][None, None, 0], (1, CHUNK))
+    for c in cutlass.range_constexpr(0, width, WORD):
+        line = cute.make_rmem_tensor(WORD, Float32)
+        line.fill(0.0)
+        if alive:
+            found = tmem.read(ctx.tmem + (plan.at(name) + width * group + c), WORD, thread)
+            tmem.loaded()
+            line.store(found.load() * factor)
+        small, _ = _rounded(plan, line)
+        for j in cutlass.range_constexpr(0, WORD, CHUNK):
+            source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
+            cute.autovec_copy(source, chunks[None, None, thread, (width * group + c + j) // CHUNK])
+
+
+@cute.jit
+def compute(ctx):
+    plan = ctx.plan
+    group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
+    total = ctx.group * (ctx.last - ctx.first)
+    stats_at, m = start(0), Int32(ctx.first)
+    for n in cutlass.range(total, unroll=1):
+        wait(ctx.full["stats"], stats_at)
+        cute.arch.mbarrier_wait(ctx.full["scores"], n & 1)
+        after_wait()
+        lines = _weigh(ctx, m, group, thread, stats_at)
+        cute.arch.mbarrier_wait(ctx.full["slopes"], n & 1)
+        after_wait()
+        small = _differ(ctx, lines, group, thread, stats_at)
+        arrive(ctx.empty["stats"], stats_at)
+        _hand_over(ctx, small, group, thread, n)
+        stats_at = step(stats_at, 2)
+        m = m + 1
+        if m == ctx.last:
+            m = Int32(ctx.first)
+    if total > 0:
+        cute.arch.mbarrier_wait(ctx.full["dq"], (total & 1) ^ 1)  # the last product
+        after_wait()
+    _lay_down(ctx, "dv", group, thread, Float32(1.0), total > 0)
+    _lay_down(ctx, "dk", group, thread, ctx.scale, total > 0)
+    before_arrive()  # tensor memory has been read; the caller signals that it may go
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=MEET, number_of_threads=2 * GROUP)
+    if ctx.warp == plan.COMPUTE:
+        for name in ("dk", "dv"):
+            put(views(ctx.maps[name], (plan.tile, INNER), ctx.kv_head, ctx.batch), ctx.tile)

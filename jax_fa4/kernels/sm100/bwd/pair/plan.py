@@ -1,0 +1,250 @@
+"""What one Blackwell backward object of CTA pairs is: three kernels, complete before tracing, pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
+from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.tiles import up
+from jax_fa4.kernels.passes.plan import BwdPre
+from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm100.regions import Region, check_regions
+from jax_fa4.spec import KERNEL_DTYPES
+
+ARCHS = ("sm_100a", "sm_103a")
+GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
+WARP = 32
+WORD = 32  # queries that a compute thread takes at a time
+INNER = 128  # depth of every operand in shared memory: TMA reads what the true one lacks as zeros, and clips stores
+SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every product here
+SLICE = 16  # columns of tensor memory that leave at a time: those of 64 queries by two times 16 of dQ's
+POST_THREADS = 256
+POST_ROWS = 64  # queries of one CTA of the postprocess
+CAPPED_REGISTERS = (80, 184, 64)
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """dQ, dK and dV: a pair of CTAs holds 256 keys of one key head, 128 each, and takes 128 queries a step.
+
+    Every product is one of the pair (cta_group::2): each CTA brings its own rows of A and half of B. S^T, dP^T, dV and
+    dK have keys as rows, so each CTA has all of them for its own keys, as without a pair. dQ sums over keys: before it,
+    the CTAs exchange halves of dS, so that each has 64 queries by all 256 keys, and then the sum of both for its
+    queries. So a pair adds to dQ once where two CTAs would add twice.
+
+    An operand that is B of two products is brought twice, as B is cut along different axes: by rows for S^T and dP^T
+    (q, dout), by depth for dK, dV and dQ (qt, doutt, kt).
+    """
+
+    dtype: str
+    depth: int  # of queries and keys
+    value_depth: int
+    band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
+    soft_cap: bool = False
+    ordered: bool = False  # deterministic: pairs add to a query tile's dQ in one fixed order
+    slices: int = 2  # places for slices of dQ on their way out
+    registers: tuple[int, int, int] = (104, 160, 88)  # a thread of reduce, of compute, of the other warps
+    arch: str = "sm_100a"
+    direction: str = "bwd"
+    spill_allowance: int = 0
+
+    launcher = "jax_fa4.kernels.sm100.bwd.pair.kernel"
+    tile = 128  # keys of a CTA, queries of a step
+    ctas = 2
+    # First warp of each role; compute has two warpgroups of four warps, reduce one. The last two warps idle.
+    REDUCE, COMPUTE, MMA, LOAD = 0, 4, 12, 13
+    threads = 512
+
+    def __post_init__(self) -> None:
+        reduce, compute, rest = self.registers
+        assert self.arch in ARCHS and self.dtype in KERNEL_DTYPES, self
+        assert all(d % 8 == 0 and SHALLOWEST <= d <= INNER for d in (self.depth, self.value_depth)), self
+        assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
+        used = GROUP * (reduce + 2 * compute + rest)
+        assert used <= REGISTER_FILE, f"{self.registers} take {used} registers of {REGISTER_FILE}"
+        assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
+        check_regions(self.regions)
+
+    @property
+    def roles(self) -> dict[str, tuple[int, ...]]:
+        """Warps by role, for counters and reports."""
+        first = (self.REDUCE, self.COMPUTE, self.MMA, self.LOAD, self.LOAD + 1)
+        names = ("reduce", "compute", "mma", "load")
+        return {name: tuple(range(a, b)) for name, a, b in zip(names, first, first[1:], strict=False)}
+
+    # Shared memory -------------------------------------------------------------------------------------------------
+    @property
+    def boxes(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of each operand's tile in a CTA's shared memory."""
+        n, half = self.tile, INNER // 2
+        return {
+            "k": (n, INNER),
+            "v": (n, INNER),
+            "q": (n // 2, INNER),
+            "dout": (n // 2, INNER),
+            "qt": (n, half),
+            "doutt": (n, half),
+            "kt": (2 * n, half),
+        }
+
+    @property
+    def squares(self) -> dict[str, tuple[int, int]]:
+        """Likewise of dS: this CTA's 64 queries by the pair's keys, and its keys by the queries of the other one."""
+        return {"ds": (2 * self.tile, self.tile // 2), "parcel": (self.tile, self.tile // 2)}
+
+    def tile_bytes(self, name: str) -> int:
+        rows, columns = (self.boxes | self.squares)[name]
+        return ITEM_BYTES[self.dtype] * rows * columns
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """K, V and Kt stay. Every product signals both CTAs, and is waited for by whoever takes its result and by whoever
+        refills its operands. What compute and reduce hand over they hand to the leader, which issues products; counts
+        are in warps of both CTAs. A tile of q, dout, qt, doutt or trade is full in the leader when it is in both: see
+        `arrivals`.
+        """
+        compute, reduce = 2 * 2 * GROUP // WARP, 2 * GROUP // WARP
+        tiles = {name: self.tile_bytes(name) for name in self.boxes}
+        return (
+            Ring("k", "load", "mma", 1, 1, 0, tiles["k"]),
+            Ring("v", "load", "mma", 1, 1, 0, tiles["v"]),
+            Ring("kt", "load", "mma", 1, 1, 0, tiles["kt"]),
+            # freed by `scores` and `slopes`
+            Ring("q", "load", "mma", 1, 1, 0, tiles["q"]),
+            Ring("dout", "load", "mma", 1, 1, 0, tiles["dout"]),
+            Ring("qt", "load", "mma", 1, 1, 1, tiles["qt"]),
+            Ring("doutt", "load", "mma", 1, 1, 1, tiles["doutt"]),
+            # LSE and delta of a query tile, of this CTA alone
+            Ring("stats", "load", "compute", 2, 1, compute // 2, 8 * self.tile),
+            # S^T is there; empty: it was read, so that dQ may take half of its columns
+            Ring("scores", "mma", "compute", 1, 1, compute, 0),
+            Ring("probs", "compute", "mma", 1, compute, 0, 0),
+            # dP^T is there
+            Ring("slopes", "mma", "compute", 1, 1, 0, 0),
+            # dS^T is in tensor memory
+            Ring("ds", "compute", "mma", 1, compute, 0, 0),
+            # dS of the CTA's own queries and keys is in its shared memory; freed by `dq`
+            Ring("square", "compute", "mma", 1, compute // 2, 0, 0),
+            # and what the other CTA has sent; freed by `dq`
+            Ring("trade", "compute", "mma", 1, 1, 0, self.tile_bytes("parcel")),
+            # dQ of a step is there, and all that was issued before it; empty: it was read
+            Ring("dq", "mma", "reduce", 1, 1, reduce, 0),
+        )
+
+    # Full in the leader when the other CTA says that it is full there too, so that one wait is enough.
+    PAIRED = ("q", "dout", "qt", "doutt", "trade")
+
+    def arrivals(self, ring: Ring, rank: Any) -> Any:
+        """Arrivals that fill a stage of the ring in the CTA of that rank."""
+        return ring.full + (1 - rank) if ring.name in self.PAIRED else ring.full
+
+    @property
+    def slice_numbers(self) -> int:
+        """float32 numbers of one slice of dQ in shared memory."""
+        return GROUP * SLICE
+
+    @property
+    def smem(self) -> int:
+        """Bytes: operands with statistics, dS and the parcel, slices of dQ, barriers, address of tensor memory, ticket."""
+        filled = sum(ring.stages * ring.bytes for ring in self.rings if ring.name != "trade")
+        squares = sum(self.tile_bytes(name) for name in self.squares)
+        barriers = sum(ring.barrier_bytes for ring in self.rings)
+        return filled + squares + 4 * self.slices * self.slice_numbers + barriers + 16 + 4 * self.ordered
+
+    # Tensor memory -------------------------------------------------------------------------------------------------
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Five accumulators in 512 columns: dQ, of 64 queries, takes the half of S^T's columns that P^T leaves.
+
+        Group g of a CTA's compute warps has the queries [32 g, 32 g + 32) of each half of a tile, reads those columns,
+        and writes its part of P^T (dS^T) over the first of them: no thread waits for another's reads.
+        """
+        n, half = self.tile, self.tile // 2
+        own = "a thread has read all its columns before it writes there; the next {} is issued after the product"
+        late = "issued when every thread has read the next S^T; the S^T after that waits until dQ was read"
+        return (
+            Region("s", 0, n),
+            Region("p", 0, half, "s", own.format("S^T")),
+            Region("dq", half, INNER // 2, "s", late),
+            Region("dp", n, n),
+            Region("ds", n, half, "dp", own.format("dP^T")),
+            Region("dv", 2 * n, INNER),
+            Region("dk", 2 * n + INNER, INNER),
+        )
+
+    def at(self, name: str) -> int:
+        """First column of a region."""
+        return next(r.start for r in self.regions if r.name == name)
+
+    # Operands ------------------------------------------------------------------------------------------------------
+    @property
+    def pre(self) -> BwdPre:
+        """The preprocess of this plan's tile."""
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, INNER, self.ordered)
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        query, key = ("B", "T", "N", self.depth), ("B", "S", "K", self.depth)
+        value, line = ("B", "T", "N", self.value_depth), ("B", "N", "T")
+        return (
+            Buffer("q", self.dtype, query),
+            Buffer("k", self.dtype, key),
+            Buffer("v", self.dtype, (*key[:3], self.value_depth)),
+            Buffer("out", self.dtype, value),
+            Buffer("dout", self.dtype, value),
+            Buffer("lse", "float32", line),
+            Buffer("dlse", "float32", line),
+            INTS,
+            FLOATS_BUFFER,
+        )
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        made = (
+            Buffer("dq", self.dtype, ("B", "T", "N", self.depth), "out"),
+            Buffer("dk", self.dtype, ("B", "S", "K", self.depth), "out"),
+            Buffer("dv", self.dtype, ("B", "S", "K", self.value_depth), "out"),
+        )
+        return made + self.pre.outputs
+
+    def extents(self, shapes: dict[str, int]) -> dict[str, int]:
+        """All symbols of one call, from B, T, S, N and K. M: query tiles."""
+        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.tile)}
+
+
+# Shared name -> the buffer that fills it, in launch order; gradients leave from k's and v's places.
+LOADED = {"k": "k", "v": "v", "kt": "k", "q": "q", "dout": "dout", "qt": "q", "doutt": "dout"}
+STORED = {"dk": "k", "dv": "v"}
+
+
+def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
+    """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
+    buffers = {b.name: b for b in plan.inputs + plan.outputs}
+    maps: list[Descriptor] = [rows_of(buffers[b], plan.boxes[name], e, wide) for name, b in LOADED.items()]
+    maps += [rows_of(buffers[name], plan.boxes[place], e, wide, store=True) for name, place in STORED.items()]
+    scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    main = Kernel(
+        "backward",
+        (plan.ctas * up(e["S"], plan.ctas * plan.tile) * e["K"] * e["B"], 1, 1),
+        plan.threads,
+        tuple(maps),
+        cluster=plan.ctas,
+        smem=plan.smem,
+        pointers=(*scratch, "ints", "floats"),
+        extents=("T", "S", "N", "K", "M"),
+    )
+    post = Kernel(
+        "bwd_post",
+        (e["M"] * (plan.tile // POST_ROWS) * e["N"] * e["B"], 1, 1),
+        POST_THREADS,
+        pointers=("work", "dq", "floats"),
+        extents=("T", "N", "M"),
+    )
+    return bind_pre(plan.pre, e), main, post
+
+
+def turn(tile: Any, last: Any) -> Any:
+    """Rank of pair tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles."""
+    return last - 1 - tile

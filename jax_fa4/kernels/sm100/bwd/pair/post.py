@@ -1,0 +1,64 @@
+"""Last kernel: the float32 dQ workspace of pairs, see reduce.py, becomes dQ of the true scale."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.tiles import work_item
+from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, INNER, POST_ROWS, POST_THREADS, WORD
+
+ACROSS = 4  # lanes that share a query, 8 columns each at a time
+
+
+@cute.kernel
+def bwd_post(
+    work: cute.Pointer,
+    dq: cute.Pointer,
+    floats: cute.Pointer,
+    queries: Int32,
+    heads: Int32,
+    tiles: Int32,
+    plan: cutlass.Constexpr,
+):
+    """A warp takes 8 queries by 32 columns at a time: it reads lines of 128 bytes and writes rows of 64.
+
+    Query 64 i + 32 r + j of a tile is row 32 i + j of CTA r's half; its columns from 64 on are 64 lanes further.
+    """
+    thread = cute.arch.thread_idx()[0]
+    pieces = plan.tile // POST_ROWS
+    item, head, batch = work_item(cute.arch.block_idx()[0], tiles * pieces, heads, False)
+    tile, piece = item // pieces, item % pieces
+    row, across = thread // 32 * 8 + thread % 8, thread % 32 // 8  # of the POST_ROWS queries of piece i
+    i = tile * plan.tile + POST_ROWS * piece + row
+    half = INNER // 2
+    place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * INNER)
+    place = place + (row // WORD) * (GROUP * half) + (WORD * piece + row % WORD) * 4
+    to = dq + ((batch.to(Int64) * queries + i) * heads + head) * plan.depth
+    scale = floats[VALUES.scale]
+    found = cute.make_rmem_tensor((4, 2), Float32)
+    small = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
+    blocks = plan.depth // 8
+    for n in cutlass.range_constexpr(-(-blocks // ACROSS)):
+        block = ACROSS * n + across
+        wanted = i < queries
+        if const_expr(ACROSS * (n + 1) > blocks):
+            wanted = wanted & (block < blocks)
+        if wanted:
+            right = (8 * ACROSS * n) // half  # whether these columns are the upper lanes'
+            inside = block - right * (half // 8)
+            source = (work + (place + right * (POST_ROWS * 4) + inside * (2 * 4 * GROUP))).align(16)
+            form = cute.make_layout((4, 2), stride=(1, 4 * GROUP))
+            cute.autovec_copy(cute.make_tensor(source, form), found)
+            small.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
+            cute.autovec_copy(small, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))
+
+
+def start(stream, plan, data, kernel, e):
+    """Starts the kernel. data: pointers by buffer name; e: extents by symbol."""
+    assert kernel.block == POST_THREADS == POST_ROWS * ACROSS and plan.tile == 2 * POST_ROWS == 4 * WORD
+    pointers = [data[name] for name in kernel.pointers]
+    bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
+        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream
+    )
