@@ -118,7 +118,7 @@ def _dk(ctx, m, n):
 
 
 @cute.jit
-def _dq(ctx, n, more):
+def _dq(ctx, n, more: cutlass.Constexpr):
     """dQ = dS K of step n, over the half of S^T's columns that P^T leaves. more: is there a step n + 1, whose S^T is
     there now?"""
     plan = ctx.plan
@@ -128,8 +128,10 @@ def _dq(ctx, n, more):
     _tell(ctx, ctx.full["trade"])
     if ctx.rank == LEADER:
         wait_pair(ctx.full["square"], n & 1)
-        if more:
+        if const_expr(more):
             wait_pair(ctx.empty["scores"], (n + 1) & 1)
+        elif n > 0:
+            wait_pair(ctx.empty["dq"], (n + 1) & 1)  # of step n - 1, as the next S^T would have
         after_wait()
         ds, k = products.turned(plan, ctx.ds), products.turned(plan, ctx.maps["kt"][2])
         to, idesc = (ctx.tmem + plan.at("dq")).toint(), products.instruction(plan, plan.tile, INNER, True, True)
