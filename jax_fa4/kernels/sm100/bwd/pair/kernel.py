@@ -76,7 +76,10 @@ def _place(ticket, plan: cutlass.Constexpr):
     Whoever has an earlier turn has then started before, so that nobody waits for a CTA that waits for a free SM.
     """
     if const_expr(plan.ordered):
-        return cute.arch.load(cute.arch.map_dsmem_ptr(ticket, LEADER), Int32, ss="cluster")
+        place = cute.arch.map_dsmem_ptr(ticket, LEADER).toint()
+        return cute.arch.inline_ptx(
+            "ld.shared::cluster.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
+        )
     return cute.arch.block_idx()[0] // 2
 
 

@@ -22,7 +22,7 @@ SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every produ
 SLICE = 16  # columns of tensor memory that leave at a time: those of 64 queries by two times 16 of dQ's
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
-CAPPED_REGISTERS = (80, 184, 64)
+CAPPED_REGISTERS = (96, 176, 64)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PairPlan:
     soft_cap: bool = False
     ordered: bool = False  # deterministic: pairs add to a query tile's dQ in one fixed order
     slices: int = 2  # places for slices of dQ on their way out
-    registers: tuple[int, int, int] = (104, 160, 88)  # a thread of reduce, of compute, of the other warps
+    registers: tuple[int, int, int] = (104, 168, 72)  # a thread of reduce, of compute, of the other warps
     arch: str = "sm_100a"
     direction: str = "bwd"
     spill_allowance: int = 0
