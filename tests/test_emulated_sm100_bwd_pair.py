@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 def plan_of(case, dtype="bfloat16", **fields):
     if case.soft_cap:
         fields = {"soft_cap": True, "registers": CAPPED_REGISTERS} | fields
-    return PairPlan(dtype, case.d, case.v, band=case.spec.band, **fields)
+    return PairPlan(dtype, case.d, case.v, band=case.spec.band, segments=case.spec.segments, **fields)
 
 
 def backward(plan, case, seed=0, edit=lambda ptx: ptx, inp=None, **how):

@@ -16,6 +16,7 @@ from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
 from jax_fa4.kernels.sm100.bwd.pair.pipe import arrive_leader
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, INNER, WARP, WORD
+from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
 from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
 LOG2_E = 1.4426950408889634
@@ -56,8 +57,10 @@ def _mine(group, i):
 
 
 @cute.jit
-def _weigh(ctx, m, group, thread, stats_at):
+def _weigh(ctx, m, group, thread, stats_at, ids):
     """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
+
+    ids: (the key's segment, its queries' by lane for each WORD), or None.
 
     With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
     stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
@@ -76,6 +79,9 @@ def _weigh(ctx, m, group, thread, stats_at):
         bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + _mine(group, 0))
         for i in cutlass.range_constexpr(2):
             hide(plan, lines[i], _mine(0, i), bounds)
+    if const_expr(plan.segments):
+        for i in cutlass.range_constexpr(2):
+            hide_others(lines[i], ids[0], ids[1][i])
     for i in cutlass.range_constexpr(2):
         part, lse = lines[i], _statistics(ctx, stats_at, 0, _mine(group, i))
         weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
@@ -180,11 +186,15 @@ def compute(ctx):
     group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
     total = ctx.group * (ctx.last - ctx.first)
     stats_at, m = start(0), Int32(ctx.first)
+    own = key_id(ctx, ctx.tile * plan.tile + thread) if const_expr(plan.segments) else None
     for n in cutlass.range(total, unroll=1):
+        ids = None
+        if const_expr(plan.segments):  # they come while S does
+            ids = (own, [query_ids(ctx, m * plan.tile + _mine(group, i), WORD) for i in range(2)])
         wait(ctx.full["stats"], stats_at)
         cute.arch.mbarrier_wait(ctx.full["scores"], n & 1)
         after_wait()
-        lines = _weigh(ctx, m, group, thread, stats_at)
+        lines = _weigh(ctx, m, group, thread, stats_at, ids)
         cute.arch.mbarrier_wait(ctx.full["slopes"], n & 1)
         after_wait()
         small = _differ(ctx, lines, group, thread, stats_at)

@@ -26,6 +26,7 @@ class Context:
     band: Any  # mask.Band of this example
     scale: Any
     cap: Any  # (scale / cap, cap), or None
+    segments: Any  # (pointer to this example's query ids, to its key ids), or None
     maps: Any  # name of an operand or gradient -> (atom, coordinate tensor, shared tensor (rows, columns, 1))
     ds: Any  # shared tensor (256 keys, 64 queries): dS of this CTA's queries
     parcel: Any  # shared tensor (128 keys, 64 queries): dS of the other CTA's queries, to be sent

@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
@@ -127,6 +128,8 @@ def backward(
     tickets,
     ints: cute.Pointer,
     floats: cute.Pointer,
+    q_segments,
+    kv_segments,
     queries: Int32,
     keys: Int32,
     heads: Int32,
@@ -149,6 +152,9 @@ def backward(
     if warp == plan.MMA:
         cute.arch.alloc_tmem(tensor_memory.COLUMNS, tmem_at, is_two_cta=True)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+    if const_expr(plan.dependent):  # one place for all threads: tickets, turns, statistics and workspace come after it
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
     _take(tickets, ticket, rank, plan)
     cute.arch.mbarrier_init_fence()
     meet()
@@ -156,6 +162,13 @@ def backward(
     pair, kv_head, batch = work_item(_place(ticket, plan), up(keys, 2 * plan.tile), kv_heads, plan.ordered)
     band = _band(ints, batch, queries, keys)
     first, last = query_tiles(pair, (plan.tile, 2 * plan.tile), band, plan.band, cutlass.min, cutlass.max)
+    first, last, segments = Int32(first), Int32(last), None
+    if const_expr(plan.segments):
+        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
+        if const_expr(plan.narrows):
+            space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
+            sizes, lengths = (plan.tile, 2 * plan.tile, plan.threads), (band.q_len, band.kv_len)
+            first, last = narrowed(pair, (first, last), lengths, segments, space, sizes)
     cap = None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -174,14 +187,15 @@ def backward(
         batch=batch,
         heads=heads,
         group=heads // kv_heads,
-        first=Int32(first),
-        last=Int32(last),
+        first=first,
+        last=last,
         tiles=tiles,
         queries=queries,
         keys=keys,
         band=band,
         scale=floats[VALUES.scale],
         cap=cap,
+        segments=segments,
         maps=maps,
         ds=shared["ds"][None, None, 0],
         parcel=shared["parcel"][None, None, 0],
@@ -208,7 +222,8 @@ def launch(stream, plan, data, e):
     for d, name in zip(main.descriptors, (*LOADED, *STORED), strict=True):
         form = products.tiles(plan, plan.boxes[STORED.get(name, name)])
         maps += tensor_map(d, data[d.tensor], cute.select(form, [0, 1]))
-    pointers = [data.get(name) for name in ("stats", "work", "turns", "tickets", "ints", "floats")]
+    names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
+    pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
     backward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
         grid=main.grid,
@@ -216,5 +231,6 @@ def launch(stream, plan, data, e):
         cluster=(main.cluster, 1, 1),
         stream=stream,
         min_blocks_per_mp=1,
+        use_pdl=main.dependent,
     )
     post.start(stream, plan, data, last, e)

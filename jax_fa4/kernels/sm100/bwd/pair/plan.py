@@ -42,10 +42,12 @@ class PairPlan:
     depth: int  # of queries and keys
     value_depth: int
     band: bool = False  # causal or windows; their sides are run-time values. Lengths always are
+    segments: bool = False
     soft_cap: bool = False
     ordered: bool = False  # deterministic: pairs add to a query tile's dQ in one fixed order
     slices: int = 2  # places for slices of dQ on their way out
     registers: tuple[int, int, int] = (104, 168, 72)  # a thread of reduce, of compute, of the other warps
+    dependent: bool = True  # kernels of a call start while those before them end, and wait before they read
     arch: str = "sm_100a"
     direction: str = "bwd"
     spill_allowance: int = 0
@@ -147,11 +149,19 @@ class PairPlan:
 
     @property
     def smem(self) -> int:
-        """Bytes: operands with statistics, dS and the parcel, slices of dQ, barriers, address of tensor memory, ticket."""
+        """Bytes: operands with statistics, dS and the parcel, slices of dQ, barriers, the address of tensor memory, and
+        what segments and turns add."""
         filled = sum(ring.stages * ring.bytes for ring in self.rings if ring.name != "trade")
         squares = sum(self.tile_bytes(name) for name in self.squares)
         barriers = sum(ring.barrier_bytes for ring in self.rings)
-        return filled + squares + 4 * self.slices * self.slice_numbers + barriers + 16 + 4 * self.ordered
+        more = 16 + 4 * self.ordered + 16 * (self.threads // WARP) * self.narrows
+        return filled + squares + 4 * self.slices * self.slice_numbers + barriers + more
+
+    @property
+    def narrows(self) -> bool:
+        """Whether query tiles of other segments are left out. Ordered, ranks are counted by the band alone, so that
+        every tile of it takes its turn."""
+        return self.segments and not self.ordered
 
     # Tensor memory -------------------------------------------------------------------------------------------------
     @property
@@ -182,13 +192,13 @@ class PairPlan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile."""
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, INNER, self.ordered)
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, INNER, self.ordered, self.dependent)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
         query, key = ("B", "T", "N", self.depth), ("B", "S", "K", self.depth)
         value, line = ("B", "T", "N", self.value_depth), ("B", "N", "T")
-        return (
+        base = (
             Buffer("q", self.dtype, query),
             Buffer("k", self.dtype, key),
             Buffer("v", self.dtype, (*key[:3], self.value_depth)),
@@ -199,6 +209,8 @@ class PairPlan:
             INTS,
             FLOATS_BUFFER,
         )
+        ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
+        return base + ids * self.segments
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
@@ -230,15 +242,17 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
         (plan.ctas * up(e["S"], plan.ctas * plan.tile) * e["K"] * e["B"], 1, 1),
         plan.threads,
         tuple(maps),
+        dependent=plan.dependent,
         cluster=plan.ctas,
         smem=plan.smem,
-        pointers=(*scratch, "ints", "floats"),
+        pointers=(*scratch, "ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ())),
         extents=("T", "S", "N", "K", "M"),
     )
     post = Kernel(
         "bwd_post",
         (e["M"] * (plan.tile // POST_ROWS) * e["N"] * e["B"], 1, 1),
         POST_THREADS,
+        dependent=plan.dependent,
         pointers=("work", "dq", "floats"),
         extents=("T", "N", "M"),
     )

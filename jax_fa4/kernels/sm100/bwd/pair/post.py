@@ -26,6 +26,8 @@ def bwd_post(
 
     Query 64 i + 32 r + j of a tile is row 32 i + j of CTA r's half; its columns from 64 on are 64 lanes further.
     """
+    if const_expr(plan.dependent):
+        cute.arch.griddepcontrol_wait()  # the main kernel has ended, and so has the preprocess, which that one awaits
     thread = cute.arch.thread_idx()[0]
     pieces = plan.tile // POST_ROWS
     item, head, batch = work_item(cute.arch.block_idx()[0], tiles * pieces, heads, False)
@@ -60,5 +62,5 @@ def start(stream, plan, data, kernel, e):
     assert kernel.block == POST_THREADS == POST_ROWS * ACROSS and plan.tile == 2 * POST_ROWS == 4 * WORD
     pointers = [data[name] for name in kernel.pointers]
     bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
-        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream
+        grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent
     )
