@@ -59,6 +59,12 @@ def test_copied_bytes_are_counted_by_cause():
     assert counters.total("store.shared") == 128 + 4
 
 
+def test_bytes_that_go_to_another_cta_are_read_here_and_written_there():
+    memory = {"out": Uninitialised((2, 32), np.uint32)}
+    counters = play(body("push"), (Pointer("out"),), memory, cluster=2).check().counters
+    assert counters.total("bulk.read") == counters.total("bulk.write") == 2 * 128
+
+
 @functools.cache
 def tile_cycles(arch, depth):
     from count import cycles, per_tile, plan_of

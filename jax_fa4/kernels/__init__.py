@@ -8,7 +8,7 @@ from functools import partial
 from jax_fa4.kernels.common.parts import Plan
 from jax_fa4.kernels.sm90.bwd import plan as sm90_bwd
 from jax_fa4.kernels.sm90.fwd import plan as sm90_fwd
-from jax_fa4.kernels.sm100.bwd import plan as sm100_bwd
+from jax_fa4.kernels.sm100.bwd.pair import plan as sm100_bwd
 from jax_fa4.kernels.sm100.fwd import plan as sm100_fwd
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 

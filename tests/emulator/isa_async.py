@@ -354,6 +354,7 @@ def _linear_load(program, ins, source):
                 )
                 fetch = partial(_bytes, w.cta.shared, frm & 0xFFFFFF, n, report)
                 done = partial(w.cta.shared.end, held, False)
+                machine.count(w, "bulk.read", n)
             cells = cta.shared.begin((to & 0xFFFFFF) // CELL + np.arange(n // CELL), True, report, "bulk copy write")
             _poison(w, cta.shared, cells)
             early = fetch() if machine.rng.random() < machine.policy.read_early else None

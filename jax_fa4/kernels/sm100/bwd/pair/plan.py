@@ -10,8 +10,9 @@ from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, 
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm100.bwd import plan as single
 from jax_fa4.kernels.sm100.regions import Region, check_regions
-from jax_fa4.spec import KERNEL_DTYPES
+from jax_fa4.spec import KERNEL_DTYPES, Problem
 
 ARCHS = ("sm_100a", "sm_103a")
 GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
@@ -262,3 +263,42 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
 def turn(tile: Any, last: Any) -> Any:
     """Rank of pair tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles."""
     return last - 1 - tile
+
+
+# Clocks of shared memory that a 128 x 128 tile takes, fills and statistics included, by the counting rules; it is what
+# bounds either form at these depths (tests/test_counted_*; emulator, 2026-11-30).
+CLOCKS = {1: 4104, 2: 3336}
+
+
+def worth(problem: Problem) -> bool:
+    """Whether a pair is expected to be faster than two CTAs: by what a tile costs and how many there are.
+
+    Under a band or with segments a pair visits every query tile that either half sees, and how many more these are is a
+    run-time matter: not chosen there.
+    """
+    spec = problem.spec
+    fits = all(d % 8 == 0 and SHALLOWEST <= d <= INNER for d in (problem.d, problem.v))
+    alone, paired = up(problem.s, 128), 2 * up(problem.s, 256)
+    return fits and not (spec.band or spec.segments) and paired * CLOCKS[2] < alone * CLOCKS[1]
+
+
+def registers_for(**fields: bool) -> tuple[int, int, int]:
+    """Shares with which ptxas spills nothing, by the plan's fields (DSL 4.8.1, 2026-11-30; a test builds them all)."""
+    return CAPPED_REGISTERS if fields["soft_cap"] else PairPlan.registers
+
+
+def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | single.Plan:
+    """The plan for a backward problem: of pairs where that is worth it, else of single CTAs, or Unsupported."""
+    spec = problem.spec
+    single_plan = single.choose(problem, arch)  # refuses what neither takes
+    if not worth(problem):
+        return single_plan
+    return PairPlan(
+        problem.dtype,
+        problem.d,
+        problem.v,
+        soft_cap=spec.soft_cap,
+        ordered=spec.deterministic,
+        registers=registers_for(soft_cap=spec.soft_cap),
+        arch=arch,
+    )
