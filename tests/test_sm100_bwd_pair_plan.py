@@ -83,14 +83,15 @@ def test_impossible_plans_are_our_bugs(bad, words):
 
 
 def test_a_pair_is_chosen_where_the_counts_say_so():
-    """Whole tiles of 256 keys and full masks; a band or segments would have a pair visit what half of it does not see."""
+    """Full masks of any length; a band or segments would have a pair visit what half of it does not see."""
     assert isinstance(select(problem(), "sm_100a"), PairPlan)
     assert isinstance(select(problem(96, 72, deterministic=True), "sm_103a"), PairPlan)
     assert select(problem(), "sm_103a") == replace(select(problem(), "sm_100a"), arch="sm_103a")
-    others = [problem(64), problem(128, 64), problem(band=True), problem(segments=True), problem(s=100), problem(s=300)]
+    others = [problem(64), problem(128, 64), problem(band=True), problem(segments=True)]
     for p in others:
         assert isinstance(select(p, "sm_100a"), Plan) and not worth(p)
-    assert worth(problem(s=200)) and worth(problem(s=520)) and select(problem(soft_cap=True), "sm_100a").soft_cap
+    assert select(problem(s=1), "sm_100a") == select(problem(), "sm_100a"), "one object serves every length"
+    assert select(problem(soft_cap=True, lengths=True), "sm_100a").soft_cap
     with pytest.raises(Unsupported, match="float32"):
         choose(problem(dtype="float32"))
 

@@ -26,8 +26,8 @@ def arrive_leader(barrier, data: cutlass.Constexpr = False):
 @cute.jit
 def wait_pair(barrier, phase):
     """Waits for what threads of the other CTA did to shared memory too; a plain wait is ordered within its CTA only."""
-    text = """{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1};
-    @!done bra again; }}"""
+    text = """{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1};
+    @!done bra again; }"""
     cute.arch.inline_ptx(text.replace("\n", " "), read_only_args=[barrier.toint(), Int32(phase)])
 
 
