@@ -122,9 +122,13 @@ def test_integers_are_exact(seed):
 # Faults that only execution shows; each must fail the run, by an error finding, a deadlock or a wrong number.
 BROKEN = {
     "the last dQ over the one before": drop(r"\{[^{}]*try_wait\.parity\.acquire\.cluster[^{}]*\}", -1),
-    "a CTA does not say that its tile is there": drop(r"mbarrier\.arrive\.release\.cluster\.shared::cluster\S* [^;]+;", 0),
+    "a CTA does not say that its tile is there": drop(
+        r"mbarrier\.arrive\.release\.cluster\.shared::cluster\S* [^;]+;", 0
+    ),
     "dS sent without a proxy fence": drop(r"fence\.proxy\.async[^\n]*", -3),
-    "too few bytes announced from the other CTA": edit(r"(mov\.b32\s+%r\d+, )16384(;\s*mbarrier\.arrive\.exp)", r"\g<1>8192\g<2>"),
+    "too few bytes announced from the other CTA": edit(
+        r"(mov\.b32\s+%r\d+, )16384(;\s*mbarrier\.arrive\.exp)", r"\g<1>8192\g<2>"
+    ),
     "half of what is sent": edit(r"(shared::cta\.mbarrier\S+ \[\S+\], \[\S+\], )(\S+), ", r"\g<1>2048, "),
     "commits to the leader alone": edit(r"(tcgen05\.commit\S+\s+\[\S+\], )\S+;", r"\g<1>1;"),
     "a pair's rows taken for one CTA's": lambda ptx: _other_rows(ptx),

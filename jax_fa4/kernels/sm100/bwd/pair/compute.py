@@ -1,8 +1,8 @@
 """The compute warpgroups: P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta); finally dK and dV leave.
 
-A thread has one key, which is its lane of tensor memory, and 64 of the 128 queries: those of group g are [32 g, 32 g + 32)
-and 64 more than these. CTA r of the pair sums dQ of the queries of group r: so of each CTA's dS one group's stays and
-the other's is sent, a warp's part as soon as that warp has it.
+A thread has one key, which is its lane of tensor memory, and 64 of the 128 queries: those of group g are
+[32 g, 32 g + 32) and 64 more than these. CTA r of the pair sums dQ of the queries of group r: so of each CTA's dS one
+group's stays and the other's is sent, a warp's part as soon as that warp has it.
 """
 
 import cutlass

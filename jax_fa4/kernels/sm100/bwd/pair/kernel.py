@@ -1,4 +1,4 @@
-"""The main kernel of the Blackwell backward by pairs of CTAs, its parameters in launch order, and the launch of all three.
+"""The main kernel of the Blackwell backward by pairs of CTAs, its parameters in launch order, and all three launches.
 
 bwd_pre --stats, zeroed work
 load --K, V, Kt once-----> mma --S^T [scores]--> compute --P^T [probs]--> mma --dV

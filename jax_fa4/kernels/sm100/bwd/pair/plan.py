@@ -103,7 +103,7 @@ class PairPlan:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """K, V and Kt stay. Every product signals both CTAs, and is waited for by whoever takes its result and by whoever
+        """K, V and Kt stay. Every product signals both CTAs, and is waited for by whoever takes its result and whoever
         refills its operands. What compute and reduce hand over they hand to the leader, which issues products; counts
         are in warps of both CTAs. A tile of q, dout, qt, doutt or trade is full in the leader when it is in both: see
         `arrivals`.

@@ -1,8 +1,8 @@
 """The reduce warpgroup: its CTA's half of each dQ goes through shared memory, and is added to the workspace.
 
 A lane has one query and half of its columns, as the product leaves it: lanes 0..63 columns 0..63, lanes 64..127 the
-rest. In the workspace a tile is [CTA of the pair][block of 4 columns][lane][4], so that a warp's 16-byte stores to shared
-memory do not collide and slices are consecutive; the postprocess undoes it.
+rest. In the workspace a tile is [CTA of the pair][block of 4 columns][lane][4], so that a warp's 16-byte stores to
+shared memory do not collide and slices are consecutive; the postprocess undoes it.
 """
 
 import cutlass
