@@ -76,6 +76,13 @@ DEPTHS = [
     Case("d8_24", b=1, t=130, s=150, n=1, k=1, d=8, v=24),
     Case("d128_64", b=1, t=260, s=150, n=1, k=1, d=128, v=64, causal=True),
 ]
+# Steps that take turns in tensor memory: queries and keys, or values, deeper than 128
+DEEP = [
+    Case("d192_128", b=1, t=300, s=200, n=1, k=1, d=192, v=128, q_lens=(290,), kv_lens=(150,), causal=True),
+    Case("d128_192", b=2, t=140, s=130, n=2, k=1, d=128, v=192),
+    Case("d136_24", b=1, t=260, s=150, n=1, k=1, d=136, v=24, q_lens=(230,)),
+    Case("d192_128_all", b=1, t=260, s=300, n=2, k=1, d=192, v=128, window=(150, 60), soft_cap=3.0, segments=2),
+]
 MANY = Case("many", b=2, t=256, s=200, n=2, k=1, d=128, window=(150, 60), bottom_right=True, q_lens=(256, 140),
             kv_lens=(200, 131), scale=0.2)  # fmt: skip
 PACKED = Case("packed", b=2, t=300, s=300, n=2, k=1, d=128, causal=True, segments=4, q_lens=(300, 190),
@@ -106,6 +113,22 @@ def test_segments_of_several_tiles(deterministic):
     assert plan.segments and plan.narrows is not deterministic
     if deterministic:
         assert memory["tickets"] == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "seed"), [(DEEP[0], 0), (DEEP[0], 2), (DEEP[1], 3)], ids=lambda x: getattr(x, "name", str(x))
+)
+def test_backward_deeper_than_128(case, seed):
+    plan, _ = passes(case, seed=seed)
+    assert plan.serial
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", DEEP, ids=lambda case: case.name)
+def test_backward_deeper_than_128_in_many_schedules(case, deterministic):
+    for seed in range(8):
+        passes(case, "float16", seed, resident=1 + seed % 3, deterministic=deterministic)
 
 
 @pytest.mark.prove

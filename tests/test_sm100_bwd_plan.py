@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import re
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from verifier.mutate import drop, edit
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
 from jax_fa4.kernels.sm100.bwd.plan import NATIVE_DEPTHS, Plan, bind, choose, turn
+from jax_fa4.kernels.sm100.regions import check_regions
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
@@ -21,8 +23,9 @@ def problem(d=64, v=None, dtype="bfloat16", **spec):
     return Problem(AttentionSpec(**spec), 2, 300, 333, 4, 2, d, d if v is None else v, dtype, "bwd")
 
 
-@pytest.mark.parametrize("d", (8, 64, 72, 128))
-@pytest.mark.parametrize("v", (8, 64, 96, 128))
+@pytest.mark.parametrize(
+    ("d", "v"), [*itertools.product((8, 64, 72, 128), (8, 64, 96, 128)), (192, 128), (136, 8), (128, 192), (8, 136)]
+)
 def test_resources_fit(d, v):
     for more in ({}, {"segments": True}, {"soft_cap": True, "deterministic": True, "band": True, "segments": True}):
         plan = choose(problem(d, v, **more))
@@ -31,6 +34,7 @@ def test_resources_fit(d, v):
         reduce, compute, rest = plan.registers
         assert 128 * (reduce + 2 * compute + rest) <= REGISTER_FILE
         assert max(r.end for r in plan.regions) <= 512
+        assert plan.serial is (max(d, v) > 128)
         # a compute thread holds 64 weights, 32 slopes and 16 words of them; a reduce thread what it reads at once
         assert compute >= 128 and reduce >= (plan.inner if plan.at_once else 32) + 24
 
@@ -47,6 +51,22 @@ def test_five_accumulators_in_512_columns():
         for square, name in (("s", "p"), ("dp", "ds")):  # each over the half that its warpgroup has read
             assert [p.at(f"{name}{g}") for g in range(2)] == [p.at(square), p.at(square) + 64]
     assert Plan("bfloat16", 128, 64).dq_apart is False and Plan("bfloat16", 64, 128).dq_apart
+
+
+def test_deeper_than_128_takes_turns():
+    """What stands in the columns that dV and dK leave; each has ended where the next begins."""
+    plan = choose(problem(192, 128))
+    at = {r.name: (r.start, r.end) for r in plan.regions}
+    assert at == {
+        "dv": (0, 128), "dk": (128, 320), "turns": (320, 512), "s": (320, 448), "p0": (320, 352), "p1": (384, 416),
+        "dp": (384, 512), "ds0": (384, 416), "ds1": (448, 480), "dq": (320, 512),
+    }  # fmt: skip
+    assert (plan.query_stages, plan.dout_stages, plan.at("dq")) == (1, 1, 320)
+    late = [r._replace(life=(1, 4)) if r.name == "dp" else r for r in plan.regions]
+    with pytest.raises(AssertionError, match="dp overlap|p1 and dp"):  # dP before dV has read P
+        check_regions(tuple(late))
+    with pytest.raises(AssertionError, match="overlap"):
+        check_regions(tuple(r._replace(life=()) for r in plan.regions))
 
 
 def test_ring_table_is_derived():
@@ -92,7 +112,8 @@ def test_launch_follows_the_shapes():
         ({"registers": (150, 136, 88)}, ["steps of 8"]),
         ({"query_stages": 1}, []),
         ({"query_stages": 3}, ["264", "232448"]),
-        ({"depth": 136}, ["136"]),
+        ({"depth": 200}, ["200"]),
+        ({"depth": 136, "value_depth": 192, "query_stages": 1}, ["no room", "136"]),
     ],
 )
 def test_impossible_plans_are_our_bugs(bad, words):
@@ -104,8 +125,10 @@ def test_impossible_plans_are_our_bugs(bad, words):
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (problem(192, 128), ["192", "query and key", "up to 128"]),
-        (problem(64, 136), ["136", "value", "up to 128"]),
+        (problem(256, 128), ["256", "query and key", "up to 192"]),
+        (problem(64, 200), ["200", "value", "up to 192"]),
+        (problem(192, 192), ["192 and 192", "one of them"]),
+        (problem(136, 144), ["136 and 144", "one of them"]),
         (problem(60), ["60", "multiples of 8"]),
         (problem(64, dtype="float32"), ["float32", "bfloat16"]),
     ],
@@ -130,17 +153,20 @@ PLANS = {
     "d128 band": choose(problem(128, band=True)),
     "d64 cap ordered fp16": choose(problem(64, dtype="float16", soft_cap=True, deterministic=True)),
     "d72 40 sm_103a": choose(problem(72, 40), "sm_103a"),
+    "d192 128": choose(problem(192, 128)),
     "d128 segments": choose(problem(128, segments=True, soft_cap=True)),
 }
 
 
 def expected(plan):
-    """Counts in the text: two copies of every product (S, dP, dV before and in the loop; dK, dQ in and behind it)."""
+    """Counts in the text: two copies of every product (S, dP, dV before and in the loop; dK, dQ in and behind it), one
+    where steps are serial."""
     depth, value = -(-plan.depth // 16), -(-plan.value_depth // 16)
     slices = -(-plan.depth // 32)
+    copies = 2 - plan.serial
     return {
-        "mma": (r"tcgen05\.mma\.", 2 * (depth + value + 3 * 8)),
-        "commit": (r"tcgen05\.commit", 2 * 5 + 1),
+        "mma": (r"tcgen05\.mma\.", copies * (depth + value + 3 * 8)),
+        "commit": (r"tcgen05\.commit", copies * 5 + 1),
         "ex2": (r"ex2\.approx", 64 * (1 + plan.soft_cap)),
         "loads": (r"tcgen05\.ld\S+x32\.", 4 + slices + (plan.inner + plan.inner_value) // 64),
         "stores": (r"tcgen05\.st\S+x16\.", 4),

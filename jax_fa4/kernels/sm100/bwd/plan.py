@@ -17,10 +17,11 @@ ARCHS = ("sm_100a", "sm_103a")
 GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
 WARP = 32
 PIECE = 64  # 16-bit columns of a 128-byte swizzled row
-NATIVE_DEPTHS = (64, 128)
-DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
+NATIVE_DEPTHS = (64, 128, 192)
+DEPTHS = "multiples of 8 up to 128, or one of them up to 192"
 SLICE = 32  # columns of dQ that leave at a time
 CAPPED_REGISTERS = (80, 184, 64)
+SERIAL_REGISTERS = (80, 168, 96)
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 
@@ -35,7 +36,8 @@ class Plan:
     """dQ, dK and dV: a CTA holds 128 keys of one key head, and takes 128 queries a step, of each of its heads.
 
     Tensor memory holds S^T and dP^T (lanes are keys), dV and dK, and dQ of a step (lanes are queries). P^T and dS^T are
-    written over S^T and dP^T by the threads that have read these, and are operand A of dV and dK from there.
+    written over S^T and dP^T by the threads that have read these, and are operand A of dV and dK from there. Where
+    dV and dK leave no room for all that at a time (a depth above 128), it takes turns: see `serial`.
     """
 
     dtype: str
@@ -67,8 +69,9 @@ class Plan:
         assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
         used = GROUP * (reduce + 2 * compute + rest)
         assert used <= REGISTER_FILE, f"{self.registers} take {used} registers of {REGISTER_FILE}"
-        # S of the next step is issued before dK of this one, which reads the same Q.
-        assert self.query_stages >= 2 and self.slices >= 1, self
+        assert self.inner + self.inner_value <= 320, f"dK and dV leave no room for the scores: {self}"
+        # S of the next step is issued before dK of this one, which reads the same Q, unless steps are serial.
+        assert self.query_stages >= 2 - self.serial and self.slices >= 1, self
         assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
         check_regions(self.regions)
 
@@ -154,12 +157,36 @@ class Plan:
 
     # Tensor memory -------------------------------------------------------------------------------------------------
     @property
+    def serial(self) -> bool:
+        """Whether S^T, dP^T and dQ of a step take turns in the columns that dV and dK leave: a step starts when the one
+        before it has ended. The tensor pipe then waits for the threads, and they for it."""
+        return max(self.inner, self.inner_value) > 128
+
+    @property
     def dq_apart(self) -> bool:
         """Whether dQ has columns of its own; else it takes those of dP^T."""
-        return 2 * self.tile + 2 * self.inner + self.inner_value <= TMEM_COLUMNS
+        return 2 * self.tile + 2 * self.inner + self.inner_value <= TMEM_COLUMNS and not self.serial
 
     @property
     def regions(self) -> tuple[Region, ...]:
+        """By name, where everything lies."""
+        return self._serial_regions if self.serial else self._skewed_regions
+
+    @property
+    def _serial_regions(self) -> tuple[Region, ...]:
+        """In the order of the products: S, dV (reads P), dP, dK (reads dS), dQ. P and dS lie as in the skewed form."""
+        n, quarter, start = self.tile, self.tile // 4, self.inner + self.inner_value
+        why = "products follow each other; threads have read S before dV, dP before dK, dQ before the next S"
+        dp = min(start + n, TMEM_COLUMNS - n)
+        made = [Region("dv", 0, self.inner_value), Region("dk", self.inner_value, self.inner)]
+        made += [Region("turns", start, TMEM_COLUMNS - start), Region("s", start, n, "turns", why, (0, 1))]
+        made += [Region(f"p{g}", start + n // 2 * g, quarter, "turns", why, (1, 2)) for g in range(2)]
+        made += [Region("dp", dp, n, "turns", why, (3, 4))]
+        made += [Region(f"ds{g}", dp + n // 2 * g, quarter, "turns", why, (4, 5)) for g in range(2)]
+        return (*made, Region("dq", start, self.inner, "turns", why, (6, 7)))
+
+    @property
+    def _skewed_regions(self) -> tuple[Region, ...]:
         """P^T and dS^T lie in two halves, each over the scores that its own warpgroup has read: no thread waits for
         another's reads. An instruction's step of 16 queries lies within a half, and has an address of its own."""
         n, half, quarter = self.tile, self.tile // 2, self.tile // 4
@@ -182,7 +209,7 @@ class Plan:
         That is safe: dQ is issued after dK, which reads dS^T there, on the same pipe; every thread has read its dP^T
         before it signals dS^T, which dQ waits for; and the next dP^T waits until dQ was read.
         """
-        name = "dp" if name == "dq" and not self.dq_apart else name
+        name = "dp" if name == "dq" and not (self.dq_apart or self.serial) else name
         return next(r.start for r in self.regions if r.name == name)
 
     # Operands ------------------------------------------------------------------------------------------------------
@@ -271,12 +298,16 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     for name, depth in (("query and key", problem.d), ("value", problem.v)):
         if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
             raise Unsupported(f"depth {depth} of {name}: the Blackwell backward takes {DEPTHS}")
+    if min(problem.d, problem.v) > 128:
+        raise Unsupported(f"depths {problem.d} and {problem.v}: the Blackwell backward takes {DEPTHS}")
     for name, wanted in (("bias", spec.bias), ("mask", spec.mask)):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
     more: dict[str, Any] = {}
     if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
         more = {"at_once": False, "registers": CAPPED_REGISTERS}
+    if max(problem.d, problem.v) > 128:  # no room for a second Q, nor registers for 192 columns of dQ
+        more = {"query_stages": 1, "at_once": False, "registers": SERIAL_REGISTERS}
     return Plan(
         problem.dtype,
         problem.d,
