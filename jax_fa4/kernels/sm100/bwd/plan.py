@@ -21,7 +21,7 @@ NATIVE_DEPTHS = (64, 128, 192)
 DEPTHS = "multiples of 8 up to 128, or one of them up to 192"
 SLICE = 32  # columns of dQ that leave at a time
 CAPPED_REGISTERS = (80, 184, 64)
-SERIAL_REGISTERS = (80, 168, 96)
+SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 
@@ -307,7 +307,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
         more = {"at_once": False, "registers": CAPPED_REGISTERS}
     if max(problem.d, problem.v) > 128:  # no room for a second Q, nor registers for 192 columns of dQ
-        more = {"query_stages": 1, "at_once": False, "registers": SERIAL_REGISTERS}
+        more = {"registers": SERIAL_REGISTERS} | more | {"query_stages": 1, "at_once": False}
     return Plan(
         problem.dtype,
         problem.d,
