@@ -63,7 +63,7 @@ def test_deeper_than_128_takes_turns():
     }  # fmt: skip
     assert (plan.query_stages, plan.dout_stages, plan.at("dq")) == (1, 1, 320)
     late = [r._replace(life=(1, 4)) if r.name == "dp" else r for r in plan.regions]
-    with pytest.raises(AssertionError, match="dp overlap|p1 and dp"):  # dP before dV has read P
+    with pytest.raises(AssertionError, match=r"dp overlap|p1 and dp"):  # dP before dV has read P
         check_regions(tuple(late))
     with pytest.raises(AssertionError, match="overlap"):
         check_regions(tuple(r._replace(life=()) for r in plan.regions))
