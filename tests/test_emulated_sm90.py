@@ -229,15 +229,31 @@ SPLIT = {
     "lengths": (Case("split_lengths", b=2, t=70, s=900, n=2, k=1, kv_lens=(900, 130), q_lens=(70, 3)), SMALL),
     "causal": (Case("split_causal", b=1, t=200, s=900, n=1, k=1, causal=True, bottom_right=True), SMALL),
     "sinks": (Case("split_sinks", b=1, t=2, s=700, n=3, k=3, sinks=True, kv_lens=(690,), d=72, v=40), SMALL),
+    "sections": (
+        Case("split_sections", b=2, t=130, s=900, n=2, k=1, causal=True, bottom_right=True, kv_lens=(900, 500)),
+        SMALL | {"sections": True, "slack": 8.0, "chains": 4},
+    ),
     "one query": (Case("decode", b=2, t=1, s=900, n=8, k=2, d=128, kv_lens=(900, 0)), SMALL | {"packed": True}),
     "one empty": (Case("decode_none", b=2, t=1, s=600, n=6, k=1, q_lens=(1, 0)), SMALL | {"packed": True}),
+    "few, group of 7": (
+        Case("few_7", b=2, t=5, s=600, n=14, k=2, causal=True, bottom_right=True, kv_lens=(600, 3), q_lens=(5, 4)),
+        SMALL | {"packed": True},
+    ),
+    "few, two tiles, window": (
+        Case("few_tiles", b=1, t=11, s=600, n=14, k=2, window=(200, 3), bottom_right=True, sinks=True, soft_cap=3.0),
+        SMALL | {"packed": True, "keys": 64},
+    ),
+    "few, heads alone": (
+        Case("few_alone", b=2, t=3, s=500, n=3, k=3, d=72, v=40, causal=True, bottom_right=True, sinks=True),
+        SMALL | {"packed": True},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_keys_are_combined(name):
     case, fields = SPLIT[name]
-    passes(case, seed=1, **fields)
+    passes(case, "float16" if "window" in name else "bfloat16", seed=1, **fields)
 
 
 def test_segments_cost_only_their_own_tiles():

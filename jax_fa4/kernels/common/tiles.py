@@ -21,19 +21,29 @@ def _only_if(alive: Any, first: Any, last: Any) -> tuple[Any, Any]:
     return first, first + (last - first) * alive
 
 
-def key_tiles(tile: Any, size: tuple[int, int], band: Band, banded: bool, low: Any = min, high: Any = max) -> Any:
+def key_tiles(
+    tile: Any, size: tuple[int, int], band: Band, banded: bool, low: Any = min, high: Any = max, each: Any = 1
+) -> Any:
     """[first, last) of the key tiles that query tile `tile` must visit; first == last where it sees nothing.
 
-    size: (queries, keys) of a tile. `banded` False promises an unbounded band, and saves its arithmetic.
+    size: (rows, keys) of a tile. `banded` False promises an unbounded band, and saves its arithmetic. each: rows of
+    a query, beside each other (heads of a group); then a tile may begin and end inside a query.
     """
     rows, keys = size
-    top = tile * rows
+    top, after = queries_of((tile * rows, (tile + 1) * rows), each)
     begin, end = 0, band.kv_len
     if banded:
-        begin, end = keys_seen(top, low(top + rows, band.q_len) - 1, band, low, high)
+        begin, end = keys_seen(top, low(after, band.q_len) - 1, band, low, high)
     first = begin // keys
     last = high(up(high(end, 0), keys), first)
     return _only_if(low(high(band.q_len - top, 0), 1), first, last)
+
+
+def queries_of(rows: tuple[Any, Any], each: Any) -> tuple[Any, Any]:
+    """[first, last) of the queries that have a row in [rows[0], rows[1]), `each` rows being one query."""
+    if isinstance(each, int) and each == 1:
+        return rows
+    return rows[0] // each, (rows[1] - 1) // each + 1
 
 
 def query_tiles(tile: Any, size: tuple[int, int], band: Band, banded: bool, low: Any = min, high: Any = max) -> Any:

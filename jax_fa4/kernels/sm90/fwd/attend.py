@@ -7,9 +7,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import Place, arrive, step, wait
-from jax_fa4.kernels.common.tiles import all_keys_visible
+from jax_fa4.kernels.common.tiles import all_keys_visible, queries_of
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
+from jax_fa4.kernels.sm90.fwd.packed import bring_rows, query_of
 from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_part, store_rows
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, shrink_rows, weigh
 from jax_fa4.mask import keys_seen
@@ -46,7 +47,7 @@ def hide(ctx, scores, row, key):
     for r in cutlass.range_constexpr(2):
         begin, end = cutlass.Int32(0), ctx.band.kv_len - key
         if const_expr(ctx.plan.band):
-            i = row + 8 * r
+            i = query_of(ctx, row + 8 * r)
             begin, end = keys_seen(i, i, ctx.band, cutlass.min, cutlass.max)
             begin, end = begin - key, end - key
         for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
@@ -78,7 +79,8 @@ def mask(ctx, scores, row, tile, own):
         cap(ctx, scores)
     top = ctx.tile * plan.rows + 64 * (ctx.warp // 4 - 1)
     key = tile * plan.keys
-    if not all_keys_visible((top, top + 63), (key, key + plan.keys - 1), ctx.band, plan.band):
+    first, after = queries_of((top, top + 64), ctx.each)
+    if not all_keys_visible((first, after - 1), (key, key + plan.keys - 1), ctx.band, plan.band):
         hide(ctx, scores, row, key + 2 * (ctx.thread % 4))
     if const_expr(plan.segments):
         hide_others(ctx, scores, row, key, own)
@@ -148,7 +150,10 @@ def attend(ctx, q_at: Place, behind: Place):
     total.fill(0.0)
     out.fill(0.0)
     own = warp_ids(ctx, row) if const_expr(plan.segments) else None
-    wait(ctx.full["q"], q_at)
+    if const_expr(plan.packed):
+        bring_rows(ctx, thread)
+    else:
+        wait(ctx.full["q"], q_at)
     if ctx.last > ctx.first:
         wait(ctx.full["k"], behind)
         start_scores(ctx, scores, q, k, behind.index)

@@ -9,6 +9,15 @@ from jax_fa4.kernels.sm90.fwd.plan import COMBINE_ROWS
 from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E
 
 
+def place_of(row, queries, heads, kv_heads, plan):
+    """(batch, head, query) of a row of the parts: lines of queries, or of the heads of one query after the other's."""
+    if plan.packed:
+        group = heads // kv_heads
+        line, inside = row // (queries * group), row % (queries * group)
+        return line // kv_heads, line % kv_heads * group + inside % group, inside // group
+    return row // queries // heads, row // queries % heads, row % queries
+
+
 @cute.kernel
 def combine(
     part: cute.Pointer,
@@ -18,6 +27,7 @@ def combine(
     batches: Int32,
     heads: Int32,
     queries: Int32,
+    kv_heads: Int32,
     parts: Int32,
     plan: cutlass.Constexpr,
 ):
@@ -47,10 +57,11 @@ def combine(
                 if lane + 32 * c < depth:
                     sums[c] = sums[c] + weight * of[lane + 32 * c]
         inverse = Float32(0.0) if total == 0.0 else 1.0 / total
-        head, query = row // queries % heads, row % queries
-        to = out + ((row // queries // heads).to(Int64) * queries + query) * heads * depth + head * depth
+        batch, head, query = place_of(row, queries, heads, kv_heads, plan)
+        to = out + (batch.to(Int64) * queries + query) * heads * depth + head * depth
         for c in cutlass.range_constexpr(columns):
             if lane + 32 * c < depth:
                 to[lane + 32 * c] = (sums[c] * inverse).to(DTYPES[plan.dtype])
         if lane == 0:
-            lse[row] = base + cute.math.log2(total, fastmath=True) * LN_2 if total != 0.0 else -Float32.inf
+            at = (batch.to(Int64) * heads + head) * queries + query
+            lse[at] = base + cute.math.log2(total, fastmath=True) * LN_2 if total != 0.0 else -Float32.inf

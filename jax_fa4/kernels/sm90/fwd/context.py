@@ -13,9 +13,12 @@ class Context:
     thread: Any  # 0.. within the CTA
     queries: Any  # T
     keys: Any  # S
-    heads: Any
+    each: Any  # rows of a query: 1, or the heads that share a key head, where these are rows
+    rows: Any  # of a line: T * each
+    lines: Any  # of an example: heads, or key heads
+    heads: Any  # N
     batches: Any
-    group: Any  # query heads of a key head
+    group: Any  # lines of a key head
     scale: Any  # times log2(e): what a score (capped, where there is a cap) is multiplied with; and its power of two
     cap: Any  # (scale / cap, cap), or None
     q: Any  # (atom, coordinate tensor, shared tensor)
@@ -26,13 +29,14 @@ class Context:
     empty: Any
     # Of one query tile:
     tile: Any = None
-    head: Any = None
+    head: Any = None  # the line
     kv_head: Any = None
     batch: Any = None
     first: Any = None  # key tiles [first, last)
     last: Any = None
     band: Any = None  # mask.Band of this example
-    sink: Any = None  # of this head, natural log, or None
+    sinks: Any = None  # pointer to those of this line, natural log, or None
+    counted: Any = True  # whether the sink counts here: once, with the first part of a row's keys
     segments: Any = None  # (pointer to this example's query ids, to its key ids), or None
-    lse: Any = None  # pointer to this head's line
-    part: Any = None  # pointer to this head's rows of the float32 output of a part of the keys, where keys are split
+    lse: Any = None  # pointer to this line's
+    part: Any = None  # pointer to this line's rows of the float32 output of a part of the keys, where keys are split

@@ -57,39 +57,30 @@ def shared_tensors(plan, memory):
     return made
 
 
-def example_band(ints, batch, queries, keys, rows=1):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]. rows: of each query, heads being rows."""
+def example_band(ints, batch, queries, keys):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
     at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len] * rows, queries), 0)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
     kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
     return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
-
-
-@cute.jit
-def only_first(sink, this):
-    """A row's sink counts once: with the first part of its keys."""
-    return sink if this == 0 else -cutlass.Float32.inf
 
 
 def place(ctx, work, memory):
     """The context of one query tile; work: (tile, head, batch), memory: see `forward`."""
     plan, (tile, head, batch) = ctx.plan, work
     ints, lse, q_segments, kv_segments, sinks, space, (part, this, parts) = memory
-    band = example_band(ints, batch, ctx.queries, ctx.keys, ctx.queries if plan.packed else 1)
-    trip = key_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
+    band = example_band(ints, batch, ctx.queries, ctx.keys)
+    trip = key_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max, ctx.each)
     (first, last), segments = (Int32(x) for x in trip), None
     if const_expr(plan.segments):
         segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
         own = (tile * plan.rows, cutlass.min((tile + 1) * plan.rows, band.q_len))
         first, last = narrow((plan.threads, plan.keys), own, (first, last), band.kv_len, segments, space)
-    line = batch.to(Int64) * ctx.heads + head
-    sink = sinks[head] if const_expr(plan.sinks) else None
+    line = batch.to(Int64) * ctx.lines + head
     if const_expr(plan.splits):
         first, last = first + (last - first) * this // parts, first + (last - first) * (this + 1) // parts
-        line = line + this.to(Int64) * ctx.heads * ctx.batches
-        part = part + line * ctx.queries * plan.value_depth
-        if const_expr(plan.sinks):
-            sink = only_first(sink, this)
+        line = line + this.to(Int64) * ctx.lines * ctx.batches
+        part = part + line * ctx.rows * plan.value_depth
     return replace(
         ctx,
         tile=tile,
@@ -99,24 +90,25 @@ def place(ctx, work, memory):
         first=first,
         last=last,
         band=band,
-        sink=sink,
+        sinks=sinks + head * ctx.each if const_expr(plan.sinks) else None,
+        counted=this == 0 if const_expr(plan.splits) else True,
         segments=segments,
-        lse=lse + line * ctx.queries,
+        lse=lse + line * ctx.rows,
         part=part,
     )
 
 
 def item(ctx, index):
     """(tile, head, batch) of the index-th query tile of the call."""
-    plan, tiles, lines = ctx.plan, up(ctx.queries, ctx.plan.rows), ctx.heads * ctx.batches
+    plan, tiles, lines = ctx.plan, up(ctx.rows, ctx.plan.rows), ctx.lines * ctx.batches
     if const_expr(plan.workers > 0 and plan.band):
         tile, line = paired(index, tiles)
-        return tile, line % ctx.heads, line // ctx.heads
+        return tile, line % ctx.lines, line // ctx.lines
     if const_expr(plan.sections):
         rows = cutlass.max(SECTION_BYTES // (ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)) // ctx.keys, 1)
         tile, line = sectioned(index, tiles, lines, rows * ctx.group, plan.band, cutlass.min)
-        return tile, line % ctx.heads, line // ctx.heads
-    return work_item(index, tiles, ctx.heads, plan.band)
+        return tile, line % ctx.lines, line // ctx.lines
+    return work_item(index, tiles, ctx.lines, plan.band)
 
 
 def meet(role, ctx, q_at, at):
@@ -130,7 +122,7 @@ def work(ctx, memory, role: cutlass.Constexpr):
     plan = ctx.plan
     cta = cute.arch.block_idx()[0]
     q_at, at = start(FIRST_PARITY[role]), start(FIRST_PARITY[role])
-    total = up(ctx.queries, plan.rows) * ctx.heads * ctx.batches
+    total = up(ctx.rows, plan.rows) * ctx.lines * ctx.batches
     hand = 2 if plan.band else 1  # pairs of about the same length, see `paired`
     for n in cutlass.range(share(total, plan.workers, cta, hand, cutlass.min, cutlass.max), unroll=1):
         one = place(ctx, item(ctx, dealt(n, plan.workers, cta, hand)), memory)
@@ -140,14 +132,15 @@ def work(ctx, memory, role: cutlass.Constexpr):
 
 @cute.kernel
 def forward(
-    q_atom: cute.CopyAtom,
-    q: cute.Tensor,
+    q_atom,
+    q,
     k_atom: cute.CopyAtom,
     k: cute.Tensor,
     v_atom: cute.CopyAtom,
     v: cute.Tensor,
-    out_atom: cute.CopyAtom,
-    out: cute.Tensor,
+    out_atom,
+    out,
+    q_rows,
     lse: cute.Pointer,
     ints: cute.Pointer,
     floats: cute.Pointer,
@@ -178,18 +171,22 @@ def forward(
         limit = floats[VALUES.soft_cap]
         scale, cap = cutlass.Float32(1.0), (scale / limit, limit)
     scale = scale * LOG2_E
+    each = heads // kv_heads if const_expr(plan.packed) else 1
     ctx = Context(
         plan=plan,
         warp=warp,
         thread=thread,
         queries=queries,
         keys=keys,
+        each=each,
+        rows=queries * each,
+        lines=kv_heads if const_expr(plan.packed) else heads,
         heads=heads,
-        group=heads // kv_heads,
+        group=1 if const_expr(plan.packed) else heads // kv_heads,
         batches=batches,
         scale=(scale, power_of_two(scale)),
         cap=cap,
-        q=(q_atom, q, shared["q"]),
+        q=(q_atom, q_rows if const_expr(plan.packed) else q, shared["q"]),
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
         out=(out_atom, out, shared["out"]),
@@ -222,13 +219,13 @@ def forward(
 def launch(stream, plan, data, e):
     """data: pointers by buffer name; e: extents by symbol."""
     main, *then = bind(plan, e, wide=lambda x: x.to(Int64))
-    maps = []
-    for d in main.descriptors:
-        maps += tensor_map(d, data[d.tensor], cute.select(layout(plan, *d.box, 1), [0, 1]))
-    named = {**e, "R": e["N"] // e["K"]}
-    pointers = [data.get(name) for name in ("part_lse" if plan.splits else "lse", "ints", "floats")]
-    pointers += [data.get(name) for name in ("q_segments", "kv_segments", "sinks", "part")]
-    sizes = [named[symbol] for symbol in main.extents] + [None] * (not plan.splits)
+    made = {
+        d.tensor: tensor_map(d, data[d.tensor], cute.select(layout(plan, *d.box, 1), [0, 1])) for d in main.descriptors
+    }
+    maps = [x for name in ("q", "k", "v", "out") for x in made.get(name, (None, None))]
+    pointers = [data["q"] if plan.packed else None, data["part_lse" if plan.splits else "lse"]]
+    pointers += [data.get(name) for name in ("ints", "floats", "q_segments", "kv_segments", "sinks", "part")]
+    sizes = [e[symbol] for symbol in main.extents] + [None] * (not plan.splits)
     # More than one CTA of an SM needs all of its shared memory; left out, the DSL asks a driver about it.
     several = {"preferred_smem_carveout": 100} if plan.blocks > 1 else {}
     labelled(forward, plan)(*maps, *pointers, *sizes, plan).launch(

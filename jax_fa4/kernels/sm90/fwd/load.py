@@ -12,16 +12,17 @@ from jax_fa4.kernels.common.ring import Place, step, wait
 def load(ctx, q_at: Place, at: Place):
     """Fills the rings for one query tile from the places on; returns the next of K and V.
 
-    Q is brought even for a tile that sees no key: the math role awaits it.
+    Q is brought even for a tile that sees no key: the math role awaits it. Rows of several heads it brings itself.
     """
     plan = ctx.plan
-    q, k, v = plan.rings
-    copy_q = views(ctx.q, (plan.rows, plan.inner), ctx.head, ctx.batch)
+    k, v = plan.rings[-2:]
     copy_k = views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch)
     copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
-    if const_expr(plan.workers > 0):
-        wait(ctx.empty["q"], q_at)
-    fetch(copy_q, ctx.tile, ctx.full["q"], q_at, q.bytes)
+    if const_expr(not plan.packed):
+        copy_q = views(ctx.q, (plan.rows, plan.inner), ctx.head, ctx.batch)
+        if const_expr(plan.workers > 0):
+            wait(ctx.empty["q"], q_at)
+        fetch(copy_q, ctx.tile, ctx.full["q"], q_at, plan.rings[0].bytes)
     for n in cutlass.range(ctx.last - ctx.first, unroll=1):
         which = ctx.last - 1 - n
         wait(ctx.empty["k"], at)

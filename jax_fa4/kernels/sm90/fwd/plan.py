@@ -13,6 +13,7 @@ from jax_fa4.spec import Problem, Unsupported
 NATIVE_DEPTHS = (64, 96, 128, 192, 256)
 SMS = 132  # of an H100 or H200
 MOST_PARTS = 64  # of a query tile's keys
+START = 2.0  # of a CTA, with its end: about as long as so many key tiles
 COMBINE_ROWS = 4  # rows that a CTA of the combining kernel takes, a warp each
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 
@@ -54,7 +55,7 @@ class Plan:
     chains: int = 1  # independent partial maxima and sums of a row
     slack: float = -1.0  # powers of two that a row's peak may rise before older sums are shrunk; below 0: always shrunk
     splits: bool = False  # the key tiles of a query tile are shared by P CTAs, a second kernel combines what they found
-    packed: bool = False  # one query (T = 1): the heads that share a key head are the rows of its tile
+    packed: bool = False  # a query's heads that share a key head are rows beside each other: few queries fill a tile
     on_fma: int = 0  # of 16 column pairs, those whose exp2 is a polynomial on the FMA pipe
     arch: str = "sm_90a"
     direction: str = "fwd"
@@ -70,7 +71,8 @@ class Plan:
         assert not self.turns or self.groups > 1, self.groups
         assert not (self.workers and self.segments), "which tiles segments share is found out by the whole CTA"
         assert not (self.workers and self.splits), "CTAs with several query tiles do not share them"
-        assert not (self.packed and (self.band or self.segments or self.sinks)), "what differs between heads or queries"
+        assert not (self.packed and self.segments), "ids are looked up by row"
+        assert self.splits or not self.packed, "rows of several heads are put in their places by the combining kernel"
         assert self.keys // 4 % self.chains == 0 and 0 <= self.on_fma <= 16, self
         assert self.blocks * (self.smem + 1024) <= SMEM_LIMIT + 1024, (self, self.smem)
         producer, math = self.registers
@@ -117,23 +119,21 @@ class Plan:
         return base + parts * self.splits
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K. P: enough parts for every SM, of two key tiles at least."""
+        """All symbols of one call, from B, T, S, N and K. P: see `parts_for`."""
         e = {**shapes, **value_extents(shapes["B"])}
-        if self.packed:
-            assert e["T"] == 1, e
-            e["R"] = e["N"] // e["K"]
         if self.splits:
-            tiles = up(e["R"], self.rows) * e["K"] if self.packed else up(e["T"], self.rows) * e["N"]
-            wanted = up(SMS * self.blocks, max(tiles * e["B"], 1))
-            e["P"] = max(min(wanted, e["S"] // (2 * self.keys), MOST_PARTS), 1)
+            e["P"] = parts_for(query_tiles(self, e), up(e["S"], self.keys), SMS * self.blocks)
         return e
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """K and V apart, so that K's stage is free before V's; every math warp frees a stage once."""
+        """K and V apart, so that K's stage is free before V's; every math warp frees a stage once.
+
+        Rows that are heads of a query lie a head apart, and a query's end: the math warps bring them themselves.
+        """
         warps, item = 4 * self.groups, ITEM_BYTES[self.dtype]
-        return (
-            Ring("q", "load", "math", self.q_stages, 1, warps if self.workers else 0, item * self.rows * self.inner),
+        q = Ring("q", "load", "math", self.q_stages, 1, warps if self.workers else 0, item * self.rows * self.inner)
+        return (q,) * (not self.packed) + (
             Ring("k", "load", "math", self.stages, 1, warps, item * self.keys * self.inner),
             Ring("v", "load", "math", self.stages, 1, warps, item * self.keys * self.inner_value),
         )
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def smem(self) -> int:
-        _, k, v = self.rings
+        k, v = self.rings[-2:]
         tiles = self.query_bytes + k.stages * k.bytes + v.stages * v.bytes
         minima = 16 * (self.threads // 32) * self.segments  # two exchanges of two numbers a warp
         return tiles + sum(ring.barrier_bytes for ring in self.rings) + minima
@@ -161,37 +161,42 @@ class Plan:
 def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
     buffers = {b.name: b for b in plan.inputs + plan.outputs}
-    queries, heads = "T", "N"
-    if plan.packed:
-        queries, heads, e = "R", "K", {**e, "R": e["N"] // e["K"]}
 
     def map_of(name: str, rows: int, depth: int, store: bool = False) -> Descriptor:
-        kind: dict[str, Any] = {"store": store, "swizzle": swizzle_of(depth)}
-        if plan.packed and name in ("q", "out"):
-            true = buffers[name].shape[-1]
-            strides = (true, 1, wide(e["R"]) * true, wide(e["N"]) * true)
-            return Descriptor(name, (e["R"], true, e["K"], e["B"]), strides, (rows, depth), **kind)
-        return rows_of(buffers[name], (rows, depth), e, wide, **kind)
+        return rows_of(buffers[name], (rows, depth), e, wide, store=store, swizzle=swizzle_of(depth))
 
-    maps = (
-        map_of("q", plan.rows, plan.inner),
-        map_of("k", plan.keys, plan.inner),
-        map_of("v", plan.keys, plan.inner_value),
-        map_of("out", 64 if plan.workers else plan.rows, plan.inner_value, store=True),
-    )
-    pointers: tuple[str, ...] = ("part_lse" if plan.splits else "lse", *(b.name for b in plan.inputs[3:]))
-    grid = plan.workers or up(e[queries], plan.rows) * e[heads] * e["B"]
-    extents: tuple[str, ...] = (queries, "S", heads, "K", "B")
+    maps = (map_of("k", plan.keys, plan.inner), map_of("v", plan.keys, plan.inner_value))
+    if not plan.packed:
+        maps = (map_of("q", plan.rows, plan.inner), *maps)
     if not plan.splits:
-        return (
-            Kernel("forward", (grid, 1, 1), plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents),
-        )
-    pointers, extents = (*pointers, "part"), (*extents, "P")
-    grid = grid * e["P"]
+        maps = (*maps, map_of("out", 64 if plan.workers else plan.rows, plan.inner_value, store=True))
+    pointers = (*(("q",) * plan.packed), "part_lse" if plan.splits else "lse", *(b.name for b in plan.inputs[3:]))
+    pointers, extents = pointers + ("part",) * plan.splits, ("T", "S", "N", "K", "B") + ("P",) * plan.splits
+    grid = plan.workers or query_tiles(plan, e) * (e["P"] if plan.splits else 1)
     main = Kernel("forward", (grid, 1, 1), plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents)
+    if not plan.splits:
+        return (main,)
     rows = up(e["B"] * e["N"] * e["T"], COMBINE_ROWS)
     taken = ("part", "part_lse", "out", "lse")
-    return (main, Kernel("combine", (rows, 1, 1), 32 * COMBINE_ROWS, pointers=taken, extents=("B", "N", "T", "P")))
+    return (main, Kernel("combine", (rows, 1, 1), 32 * COMBINE_ROWS, pointers=taken, extents=("B", "N", "T", "K", "P")))
+
+
+def query_tiles(plan: Plan, e: dict[str, Any]) -> Any:
+    """Of one call: `rows` queries of a head, or rows of a key head."""
+    if plan.packed:
+        return up(e["T"] * (e["N"] // e["K"]), plan.rows) * e["K"] * e["B"]
+    return up(e["T"], plan.rows) * e["N"] * e["B"]
+
+
+def parts_for(tiles: int, key_tiles: int, places: int) -> int:
+    """Parts of a query tile's keys, for `places` CTAs at a time: the fewest that take the least time, counted in key
+    tiles, a CTA's start and end as START of them. At least two key tiles a part.
+    """
+
+    def time(parts: int) -> float:
+        return up(tiles * parts, places) * (up(key_tiles, parts) + START)
+
+    return min(range(1, max(min(key_tiles // 2, MOST_PARTS), 1) + 1), key=time)
 
 
 def tiles_for(depth: int, value_depth: int, crowded: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import warp
 from jax_fa4.kernels.common.copies import put, send, settle, views
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm90 import wgmma
+from jax_fa4.kernels.sm90.fwd.packed import query_of, sink_of
 from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E, by_row, column_of, product, quad_sum
 
 STORE_BARRIER = 1  # named barrier of the math warps
@@ -21,11 +22,11 @@ def finish(ctx, row, peak, total):
     for r in cutlass.range_constexpr(2):
         whole = quad_sum(total[r])
         top = product(peak[r], ctx.scale[0])
-        lives = (row + 8 * r < ctx.band.q_len) & (whole != 0.0)
+        lives = (query_of(ctx, row + 8 * r) < ctx.band.q_len) & (whole != 0.0)
         if not lives:  # also what NaN in a query past q_len left behind
             whole, top = Float32(0.0), -Float32.inf
         if const_expr(ctx.plan.sinks):
-            sink = ctx.sink * LOG2_E
+            sink = sink_of(ctx, row + 8 * r) * LOG2_E
             base = cute.arch.fmax(top, sink)
             if base == -Float32.inf:
                 base = Float32(0.0)
@@ -97,12 +98,12 @@ def store_rows(ctx, thread, out):
 
 @cute.jit
 def store_part(ctx, row, out):
-    """The thread's two rows in float32, from registers; up to T and the true depth."""
+    """The thread's two rows in float32, from registers; up to the line's end and the true depth."""
     view = by_row(out)
     depth = ctx.plan.value_depth
     first = 2 * (ctx.thread % 4)
     for r in cutlass.range_constexpr(2):
-        if row + 8 * r < ctx.queries:
+        if row + 8 * r < ctx.rows:
             to = ctx.part + (row + 8 * r) * depth + first
             for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
                 if const_expr(column_of(c) < depth):  # depths are multiples of 8, as are a thread's column blocks
@@ -111,9 +112,9 @@ def store_part(ctx, row, out):
 
 @cute.jit
 def store_lse(ctx, row, lse):
-    """One lane of each quad writes its rows' LSE, up to T."""
+    """One lane of each quad writes its rows' LSE, up to the line's end."""
     # ctx.lse[...] = inside a dynamic `if` would make ctx itself a carried value, its plan no longer Python.
     to = ctx.lse
     for r in cutlass.range_constexpr(2):
-        if (ctx.thread % 4 == 0) & (row + 8 * r < ctx.queries):
+        if (ctx.thread % 4 == 0) & (row + 8 * r < ctx.rows):
             to[row + 8 * r] = lse[r]
