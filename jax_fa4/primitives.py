@@ -56,11 +56,7 @@ def choose(problem: Problem, how: How, arch: str | None) -> Any:
                 "no CUDA device is here to tell for which arch to build; set jax_fa4.config.update(arch='sm_90a') or"
                 " 'sm_100a'"
             )
-        from jax_fa4.ffi import call
-
-        plan = kernels.select(problem, arch)
-        if what := call.missing(plan):
-            raise Unsupported(what)
+        plan = _at_hand(problem, arch)
         if arch in kernels.NEVER_RUN:
             warn_once(
                 f"jax_fa4: the kernels for {arch} were emulated and in part verified, but have never run on such a GPU;"
@@ -72,6 +68,25 @@ def choose(problem: Problem, how: How, arch: str | None) -> Any:
             raise
         warn_once(f"jax_fa4: the {problem.direction} pass runs in XLA on this GPU, because {reason}")
         return None
+
+
+def _at_hand(problem: Problem, arch: str) -> Any:
+    """The plan for these shapes; where a filled store lacks it and nothing can build it, the one for every shape."""
+    from jax_fa4.ffi import call
+
+    plan = kernels.select(problem, arch)
+    what = call.missing(plan)
+    if what is None:
+        return plan
+    other = kernels.select(problem, arch, any_shape=True)
+    if other != plan and call.missing(other) is None:
+        warn_once(
+            f"jax_fa4: a slower kernel runs the {problem.direction} pass of shapes for which the store holds none:"
+            f" {problem.t} queries, {problem.s} keys, {problem.n} and {problem.k} heads, batch {problem.b}; precompile"
+            " this problem too"
+        )
+        return other
+    raise Unsupported(what)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import pytest
 
 import jax_fa4
 from jax_fa4 import primitives
+from jax_fa4.spec import AttentionSpec, Problem
 
 X = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
 
@@ -71,6 +72,26 @@ def test_without_compiler_and_object_xla_runs_or_fa4_is_refused(implementation: 
         return
     with pytest.raises(jax_fa4.Unsupported, match="pip install this"):
         lowered("sm_90a", logits_soft_cap=7.0, implementation="fa4")
+
+
+def test_a_store_without_the_fastest_kernel_still_serves(monkeypatch: Any) -> None:
+    """Few queries have a kernel of their own; a machine without compiler that lacks it takes the one for any shape."""
+    from jax_fa4 import kernels
+    from jax_fa4.ffi import call
+
+    problem = Problem(AttentionSpec(), 2, 1, 4096, 8, 2, 64, 64)
+    fast, general = (kernels.select(problem, "sm_90a", any_shape=x) for x in (False, True))
+    how = primitives.How(problem.spec)
+    held = {fast, general}
+    monkeypatch.setattr(call, "missing", lambda plan: None if plan in held else "no compiler")
+    assert primitives.choose(problem, how, "sm_90a") == fast != general
+    held.remove(fast)
+    primitives.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="slower kernel runs the fwd pass.*1 queries, 4096 keys"):
+        assert primitives.choose(problem, how, "sm_90a") == general
+    held.clear()
+    with pytest.raises(jax_fa4.Unsupported, match="no compiler"):
+        primitives.choose(problem, primitives.How(problem.spec, ("fa4",)), "sm_90a")
 
 
 def test_configuration_is_part_of_the_cache_key() -> None:

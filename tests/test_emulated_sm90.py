@@ -243,6 +243,10 @@ SPLIT = {
         Case("few_tiles", b=1, t=11, s=600, n=14, k=2, window=(200, 3), bottom_right=True, sinks=True, soft_cap=3.0),
         SMALL | {"packed": True, "keys": 64},
     ),
+    "as chosen": (
+        Case("decode_chosen", b=2, t=2, s=600, n=12, k=4, causal=True, bottom_right=True, kv_lens=(600, 555)),
+        {},
+    ),
     "few, heads alone": (
         Case("few_alone", b=2, t=3, s=500, n=3, k=3, d=72, v=40, causal=True, bottom_right=True, sinks=True),
         SMALL | {"packed": True},

@@ -25,7 +25,7 @@ from jax_fa4.kernels.common.tiles import (
 )
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.kernels.sm90.fwd.plan import MEASURED, NATIVE_DEPTHS, Plan, bind, native, swizzle_of
+from jax_fa4.kernels.sm90.fwd.plan import MEASURED, NATIVE_DEPTHS, Plan, bind, native, parts_for, swizzle_of
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -65,6 +65,25 @@ def test_key_tiles_cover_what_is_visible_and_no_end_is_idle(case, size):
             if mine:  # nor is a tile at either end visited in vain
                 assert (first, last - 1) == (min(mine), max(mine)), (tile, band, size)
             elif tile * size[0] >= band.q_len or band.kv_len == 0:
+                assert first == last
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(bands(), st.sampled_from(SIZES), st.sampled_from((1, 2, 3, 7)))
+def test_key_tiles_of_rows_that_are_heads_of_queries(case, size, each):
+    """A tile may begin and end inside a query."""
+    t, s, band = case
+    pairs = [(i * each + head, j) for i, j in seen_by(t, s, band) for head in range(each)]
+    banded = min(band.left, band.right) < UNBOUNDED
+    for tile in range(up(t * each, size[0])):
+        mine = {j for i, j in tile_of(pairs, size) if i == tile}
+        for flag in {banded, True}:
+            first, last = key_tiles(tile, size, band, flag, each=each)
+            assert 0 <= first == last or first < last <= up(s, size[1])
+            assert mine <= set(range(first, last)), (tile, band, size, each)
+            if mine:
+                assert (first, last - 1) == (min(mine), max(mine)), (tile, band, size, each)
+            elif tile * size[0] >= band.q_len * each or band.kv_len == 0:
                 assert first == last
 
 
@@ -162,8 +181,52 @@ def test_measured_plans_are_taken_unless_registers_are_needed_for_more():
             assert (plan.workers, plan.groups, plan.turns) == (0, 2, False)
 
 
-def problem(d=128, v=None, n=4, k=2, dtype="bfloat16", direction="fwd", **kinds):
-    return Problem(AttentionSpec(**kinds), 2, 200, 333, n, k, d, d if v is None else v, dtype, direction)
+def problem(d=128, v=None, n=4, k=2, dtype="bfloat16", direction="fwd", b=2, t=200, s=333, **kinds):
+    return Problem(AttentionSpec(**kinds), b, t, s, n, k, d, d if v is None else v, dtype, direction)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"band": True, "lengths": True}, {"soft_cap": True, "sinks": True}])
+def test_few_queries_against_many_keys_have_a_plan_of_their_own(kinds):
+    """One for all groups, batches and lengths of that kind; the other one is still there for them."""
+    decode = select(problem(t=1, s=512, **kinds), "sm_90a")
+    assert decode.packed and decode.splits and decode.rows == 64
+    for n, k, b, t, s in ((32, 4, 16, 1, 16384), (7, 1, 1, 8, 1000), (4, 4, 64, 64, 4096)):
+        assert select(problem(n=n, k=k, b=b, t=t, s=s, **kinds), "sm_90a") == decode
+    general = select(problem(**kinds), "sm_90a")
+    assert select(problem(t=1, s=512, **kinds), "sm_90a", any_shape=True) == general != decode
+    for t, s in ((65, 512), (1, 511), ("t", 512), (1, "s")):  # symbols: lengths that are not known yet
+        assert select(problem(t=t, s=s, **kinds), "sm_90a") == general
+    with_ids = select(problem(t=1, s=512, segments=True, **kinds), "sm_90a")
+    assert not with_ids.packed and with_ids.segments
+
+
+def test_a_launch_of_few_queries_on_ints():
+    plan = select(problem(t=5, s=1000, n=14, k=2, sinks=True), "sm_90a")
+    e = plan.extents({"B": 3, "T": 5, "S": 1000, "N": 14, "K": 2})
+    main, combine = bind(plan, e)
+    assert main.grid == (1 * 2 * 3 * e["P"], 1, 1) and main.block == 256
+    assert [d.tensor for d in main.descriptors] == ["k", "v"] == [r.name for r in plan.rings]
+    assert main.pointers == ("q", "part_lse", "ints", "floats", "sinks", "part")
+    assert combine.grid == (-(-3 * 14 * 5 // 4), 1, 1)
+    sized = {b.name: b.sized(e) for b in plan.outputs}
+    assert sized["part"] == (e["P"], 3, 14, 5, 128) and sized["out"] == (3, 5, 14, 128)
+    assert bind(plan, plan.extents({"B": 1, "T": 64, "S": 1000, "N": 14, "K": 2}))[0].grid[0] % (7 * 2) == 0
+    with pytest.raises(AssertionError):
+        replace(plan, splits=False)
+
+
+@pytest.mark.parametrize(("tiles", "places", "parts"), [(64, 132, 2), (64, 264, 4), (32, 132, 4), (1, 132, 64)])
+def test_parts_fill_the_card_in_whole_waves(tiles, places, parts):
+    assert parts_for(tiles, 256, places) == parts
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 3000), st.integers(1, 600), st.sampled_from((132, 264)))
+def test_parts_have_two_key_tiles_at_least_and_never_make_it_longer(tiles, key_tiles, places):
+    parts = parts_for(tiles, key_tiles, places)
+    assert 1 <= parts <= max(key_tiles // 2, 1)
+    longest = up(tiles * parts, places) * up(key_tiles, parts)
+    assert longest <= up(tiles, places) * key_tiles
 
 
 EVERY_DEPTH = range(8, 257, 8)

@@ -29,8 +29,15 @@ _CHOOSE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
-def select(problem: Problem, arch: str) -> Plan:
-    """The plan whose object computes `problem` on `arch`.
+# Those whose plan follows from the shapes too: what chooses the plan that serves every shape.
+_CHOOSE_ANY_SHAPE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
+    ("sm_90a", "fwd"): partial(sm90_fwd.choose, any_shape=True),
+}
+
+
+def select(problem: Problem, arch: str, any_shape: bool = False) -> Plan:
+    """The plan whose object computes `problem` on `arch`: the fastest for its shapes, or (any_shape) the one plan that
+    is right for every batch, length and number of heads.
 
     Raises Unsupported: no kernel; its text names the argument and what would work. Empty shapes are the caller's.
     """
@@ -52,6 +59,8 @@ def select(problem: Problem, arch: str) -> Plan:
             f"no {_DIRECTIONS[problem.direction]} kernel for arch {arch!r} yet; there are {have};"
             " implementation='xla' runs anywhere"
         )
+    if any_shape:
+        choose = _CHOOSE_ANY_SHAPE.get((arch, problem.direction), choose)
     return choose(problem)
 
 

@@ -233,15 +233,42 @@ MEASURED: dict[tuple[int, int, bool], dict[str, Any]] = {
 }
 
 
-def choose(problem: Problem) -> Plan:
-    """The plan for a forward problem, or Unsupported with what would work."""
+FEW_QUERIES = 64  # rows of half a tile
+
+def decode_for(depth: int, value_depth: int) -> dict[str, Any]:
+    """Fields of calls with at most FEW_QUERIES queries: decoding, one token or some at a time.
+
+    K and V are read once for all heads that share them, by as many CTAs as the card has places for. Memory is the
+    limit, so bytes on their way count: two CTAs of three stages where they fit.
+    """
+    inner, inner_value = native(depth), native(value_depth)
+    fields: dict[str, Any] = {"rows": 64, "groups": 1, "registers": (24, 240), "splits": True, "packed": True}
+    if inner + inner_value <= 256:
+        keys = 128 if inner + inner_value <= 128 else 64
+        fields |= {"keys": keys, "blocks": 2, "stages": 3, "registers": (24, 232)}
+    return fields
+
+
+def few_queries(problem: Problem) -> bool:
+    """Whether a call is served as decode_for says. Lengths that are symbols are not known, the plan is then that of any."""
+    t, s = problem.t, problem.s
+    return isinstance(t, int) and isinstance(s, int) and t <= FEW_QUERIES and s >= 512 and not problem.spec.segments
+
+
+def choose(problem: Problem, any_shape: bool = False) -> Plan:
+    """The plan for a forward problem, or Unsupported with what would work.
+
+    Shapes decide between few plans, each of which serves any shape; any_shape: the one for long sequences.
+    """
     spec = problem.spec
     for name, depth in (("query and key", problem.d), ("value", problem.v)):
         if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
             raise Unsupported(f"depth {depth} of {name}: the Hopper forward takes {DEPTHS}")
     crowded = spec.segments or spec.soft_cap
     fields = tiles_for(problem.d, problem.v, crowded)
-    if not crowded:
+    if few_queries(problem) and not any_shape:
+        fields |= decode_for(problem.d, problem.v)
+    elif not crowded:
         fields |= MEASURED.get((native(problem.d), native(problem.v), spec.band), {})
     return Plan(
         problem.dtype,
