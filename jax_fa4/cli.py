@@ -22,7 +22,8 @@ from jax_fa4.version import __version__
 HOST_TARGETS = {"x86-64-v2": "x86-64-v2", "aarch64": "linux-aarch64", "linux-aarch64": "linux-aarch64"}
 PRECOMPILE = """\
 Builds kernels into a store, in parallel over cores, on a machine with no GPU. Give it the kinds of calls a program
-makes; batch, lengths, heads, window, scale and cap are run-time values, one kernel serves them all.
+makes; batch, lengths, heads, window, scale and cap are run-time values, one kernel serves them all. Where shapes decide
+which of a few kernels is the fastest (few queries, few heads, long), all of these are built.
 On the machine that runs them, set JAX_FA4_STORE=DIR: nothing is compiled there, and no compiler is needed.
 
     python -m jax_fa4 precompile --arch sm_90a sm_100a --head-dim 64 128 192,128 --causal --store kernels
@@ -93,7 +94,7 @@ def _precompile_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
-    """The kinds of problems that the arguments name; shapes are stand-ins, since no plan depends on them."""
+    """The kinds of problems that the arguments name; shapes are stand-ins, `precompile` takes all of a kind."""
     kinds = {None: (False,), "only": (True,), "both": (False, True)}
     bands = [band for band, asked in ((False, args.full), (True, args.causal)) if asked] or [False, True]
     for direction in ("fwd",) if args.forward_only else ("fwd", "bwd"):
@@ -158,11 +159,13 @@ KINDS = ("band", "segments", "soft_cap", "sinks", "ordered")  # fields of plans 
 
 
 def label(plan: Any) -> str:
-    """A plan in a few words: what it is for. How it does it (tiles, order) is in the manifest's plan text."""
+    """A plan in a few words: what it is for, and its form where shapes decide between several."""
     depth, value_depth = plan.depth, getattr(plan, "value_depth", plan.depth)
     flags = [kind for kind in KINDS if getattr(plan, kind, False)]
     depths = f"D{depth}" if depth == value_depth else f"D{depth},{value_depth}"
-    return f"{plan.arch} {plan.direction} {plan.dtype} {depths} {'+'.join(flags) or 'full'}"
+    return " ".join(
+        [plan.arch, plan.direction, plan.dtype, depths, "+".join(flags) or "full", *getattr(plan, "form", ())]
+    )
 
 
 def _print_entries(plans: dict[str, Any], entries: list[Any], host_target: str) -> None:

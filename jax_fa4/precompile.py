@@ -53,13 +53,15 @@ def precompile(
     """Builds the kernels that a program will need on `archs` and puts them into a store. Needs no GPU, runs nothing.
 
     A process that finds the store (JAX_FA4_STORE) and has the same version of jax_fa4 then compiles nothing, and needs
-    no compiler. One kernel serves every batch, length, window, scale and cap: only the kinds of things used, the depths
-    and the dtype make it another.
+    no compiler. A kernel is right for every batch, length, window, scale and cap: only the kinds of things used, depths
+    and dtype need another. Of a kind there may be several, of which the shapes decide the fastest: for few queries,
+    few query tiles, long sequences. A call whose own is not in the store gets the one for long sequences.
 
     Args:
       problems_or_fn: a JAX function, traced with `args` (arrays or `jax.ShapeDtypeStruct`s) as `jax.jit` would; its
         attention calls are collected. A function that does not differentiate has no backward pass: give the training
-        step or `jax.grad(loss)`. An nnx module is one of `args`, not closed over. Or a `spec.Problem`, or several.
+        step or `jax.grad(loss)`. An nnx module is one of `args`, not closed over. Or a `spec.Problem`, or several: all
+        kernels that problems of its kind may get, whatever their shapes.
       archs: "sm_90a", "sm_100a", or several.
       store: a `Store`, a folder, or None for this process's (JAX_FA4_STORE, else the user's cache folder). What it has
         is not built again. For other hosts than this one's architecture: `Store([folder], host_target=...)`.
@@ -92,7 +94,7 @@ def wanted(problems_or_fn: Any, args: tuple[Any, ...], archs: list[str]) -> list
         odd = [x for x in problems if not isinstance(x, Problem)]
         if odd or args:
             raise TypeError(f"precompile takes a function and its arguments, or problems; it was given {odd or args}")
-        found = [(problem, arch) for arch in archs for problem in problems]
+        found = [(one, arch) for arch in archs for problem in problems for one in kernels.of_every_shape(problem, arch)]
     else:
         for arch in archs:
             with config(arch=arch):  # one trace an arch: implementation="fa4" is refused while tracing

@@ -16,7 +16,8 @@ from jax_fa4.ffi.compile import BuildError, CompilerMissing, build, read_remarks
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import label
 from jax_fa4.kernels.passes.plan import BwdPre
-from jax_fa4.kernels.sm90.fwd.plan import MEASURED, Plan, bind, tiles_for
+from jax_fa4.kernels.sm90.fwd.choose_plan import MEASURED
+from jax_fa4.kernels.sm90.fwd.plan import Plan, bind, tiles_for
 from jax_fa4.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
@@ -39,9 +40,17 @@ PLANS = {
     "pre sm_100a": BwdPre("sm_100a", "float16", 96, 128, 96),
 }
 PLANS |= {
-    f"measured {d} {v} {band}": select(Problem(AttentionSpec(band=band), 1, 1, 1, 1, 1, d, v), "sm_90a")
-    for d, v, band in MEASURED
+    f"measured {d} {v} {band} {longest}": Plan("bfloat16", d, v, band=band, **(tiles_for(d, v) | fields))
+    for (d, v, band), forms in MEASURED.items()
+    for longest, fields in forms
 }
+FEW = {
+    "few queries": Problem(AttentionSpec(band=True, soft_cap=True, sinks=True), 1, 1, 4096, 8, 1, 128, 128),
+    "few queries d64": Problem(AttentionSpec(), 1, 4, 4096, 8, 1, 64, 64, "float16"),
+    "few tiles": Problem(AttentionSpec(band=True, sinks=True), 1, 8192, 8192, 1, 1, 128, 128),
+    "few tiles d64": Problem(AttentionSpec(band=True, sinks=True), 1, 1024, 1024, 8, 8, 64, 64),
+}
+PLANS |= {name: select(problem, "sm_90a") for name, problem in FEW.items()}
 built = {}
 
 
@@ -57,7 +66,7 @@ def test_builds_without_spills(name):
     assert made.object[:4] == b"\x7fELF" and made.object[18:20] == b"\x3e\x00", "an x86-64 object"
     assert made.cubin[:4] == b"\x7fELF"
     assert f".target {plan.arch}" in made.ptx
-    assert len(made.facts.kernels) == made.ptx.count(".entry ") == 1
+    assert len(made.facts.kernels) == made.ptx.count(".entry ") == (2 if getattr(plan, "splits", False) else 1)
     assert made.facts.spills == 0 and made.facts.serialised == ()
     assert all(k.stack == 0 for k in made.facts.kernels)
     assert 0 < made.facts.kernels[0].registers <= 168

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_fa4.ffi.buffers import VALUES
-from jax_fa4.kernels import select
+from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
 from jax_fa4.kernels.common.tiles import (
     all_keys_visible,
@@ -25,7 +25,8 @@ from jax_fa4.kernels.common.tiles import (
 )
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.kernels.sm90.fwd.plan import MEASURED, NATIVE_DEPTHS, Plan, bind, native, parts_for, swizzle_of
+from jax_fa4.kernels.sm90.fwd.choose_plan import FEW_TILES, MEASURED
+from jax_fa4.kernels.sm90.fwd.plan import NATIVE_DEPTHS, Plan, bind, native, parts_for, swizzle_of
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -173,12 +174,54 @@ def test_a_plan_with_workers_has_places_for_the_next_queries_and_for_o():
 
 
 def test_measured_plans_are_taken_unless_registers_are_needed_for_more():
-    for (d, v, band), fields in MEASURED.items():
-        plan = select(problem(d, v, band=band, sinks=True), "sm_90a")
-        assert {name: getattr(plan, name) for name in fields} == fields
+    for (d, v, band), forms in MEASURED.items():
+        limits = [longest for longest, _ in forms]
+        assert limits[-1] == 0 and limits[:-1] == sorted(set(limits[:-1])), "ascending, then the one for every length"
+        for longest, fields in forms:
+            length = longest or 1 << 16
+            plan = select(problem(d, v, band=band, sinks=True, b=64, n=16, t=length, s=length), "sm_90a")
+            assert {name: getattr(plan, name) for name in fields} == fields, (d, v, band, length)
+            if longest:
+                after = select(problem(d, v, band=band, sinks=True, b=64, n=16, t=length, s=length + 1), "sm_90a")
+                assert after != plan
+        symbols = select(problem(d, v, band=band, sinks=True, t="t", s="s"), "sm_90a")
+        assert symbols == plan == select(problem(d, v, band=band, sinks=True), "sm_90a", any_shape=True)
         for kind in ("segments", "soft_cap"):
-            plan = select(problem(d, v, band=band, **{kind: True}), "sm_90a")
+            plan = select(problem(d, v, band=band, b=64, **{kind: True}), "sm_90a")
             assert (plan.workers, plan.groups, plan.turns) == (0, 2, False)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"band": True}, {"band": True, "soft_cap": True}, {"segments": True}])
+def test_stand_ins_have_every_plan_that_shapes_choose(kinds):
+    """What `precompile` builds for a kind."""
+    for d, v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        kind = problem(d, v, **kinds)
+        made = {select(one, "sm_90a") for one in of_every_shape(kind, "sm_90a")}
+        shapes = itertools.product((1, 3, 40), (1, 64, 65, 700, 5000, 20000), (1, 600, 3000, 5000, 20000), (1, 8))
+        for b, t, s, n in shapes:
+            assert select(replace(kind, b=b, t=t, s=s, n=n, k=n), "sm_90a") in made, (d, v, kinds, b, t, s, n)
+        assert select(kind, "sm_90a", any_shape=True) in made
+        assert {(one.spec, one.d, one.v, one.dtype) for one in of_every_shape(kind, "sm_90a")} == {
+            (kind.spec, d, v, kind.dtype)
+        }
+    assert of_every_shape(problem(), "sm_100a") == [problem()]
+
+
+def test_few_tiles_are_taken_longest_first_and_share_long_keys():
+    few = {"n": 8, "k": 8, "b": 1}
+    causal = select(problem(t=4096, s=4096, band=True, **few), "sm_90a")  # 256 tiles
+    assert (causal.sections, causal.splits, causal.workers) == (True, False, 0)
+    assert FEW_TILES == 528
+    many = select(problem(t=4096, s=4096, band=True, n=8, k=8, b=3), "sm_90a")  # 768
+    assert not many.sections and many.workers
+    shared = select(problem(t=8192, s=8192, band=True, n=2, k=2, b=1), "sm_90a")  # 128 long ones
+    assert (shared.sections, shared.splits) == (True, True)
+    assert shared.extents({"B": 1, "T": 8192, "S": 8192, "N": 2, "K": 2})["P"] == 2
+    short = select(problem(t=2048, s=2048, band=True, **few), "sm_90a")
+    assert (short.sections, short.splits) == (True, False)
+    full = {length: select(problem(t=length, s=length, n=1, k=1, b=1), "sm_90a") for length in (8192, 16384)}
+    assert full[8192].splits and not full[16384].splits  # 64 tiles, 128 tiles
+    assert full[8192].extents({"B": 1, "T": 8192, "S": 8192, "N": 1, "K": 1})["P"] == 2
 
 
 def problem(d=128, v=None, n=4, k=2, dtype="bfloat16", direction="fwd", b=2, t=200, s=333, **kinds):
@@ -192,9 +235,11 @@ def test_few_queries_against_many_keys_have_a_plan_of_their_own(kinds):
     assert decode.packed and decode.splits and decode.rows == 64
     for n, k, b, t, s in ((32, 4, 16, 1, 16384), (7, 1, 1, 8, 1000), (4, 4, 64, 64, 4096)):
         assert select(problem(n=n, k=k, b=b, t=t, s=s, **kinds), "sm_90a") == decode
-    general = select(problem(**kinds), "sm_90a")
+    general = select(problem(**kinds), "sm_90a", any_shape=True)
     assert select(problem(t=1, s=512, **kinds), "sm_90a", any_shape=True) == general != decode
-    for t, s in ((65, 512), (1, 511), ("t", 512), (1, "s")):  # symbols: lengths that are not known yet
+    for t, s in ((65, 512), (1, 511)):
+        assert not select(problem(t=t, s=s, **kinds), "sm_90a").packed
+    for t, s in (("t", 512), (1, "s")):  # symbols: lengths that are not known yet
         assert select(problem(t=t, s=s, **kinds), "sm_90a") == general
     with_ids = select(problem(t=1, s=512, segments=True, **kinds), "sm_90a")
     assert not with_ids.packed and with_ids.segments
@@ -237,7 +282,7 @@ EVERY_DEPTH = range(8, 257, 8)
 def test_hopper_forward_plans_of_every_depth_fit_the_machine(dtype, band):
     pairs = [(d, d) for d in EVERY_DEPTH] + [(192, 128), (64, 256), (256, 64), (8, 256)]
     for d, v in pairs:
-        plan = select(problem(d, v, dtype=dtype, band=band), "sm_90a")
+        plan = select(problem(d, v, dtype=dtype, band=band, t=1 << 14, s=1 << 14), "sm_90a")
         assert (plan.depth, plan.value_depth, plan.dtype, plan.band) == (d, v, dtype, band)
         assert plan.smem <= SMEM_LIMIT
         producer, math = plan.registers

@@ -7,7 +7,7 @@ from functools import partial
 
 from jax_fa4.kernels.common.parts import Plan
 from jax_fa4.kernels.sm90.bwd import plan as sm90_bwd
-from jax_fa4.kernels.sm90.fwd import plan as sm90_fwd
+from jax_fa4.kernels.sm90.fwd import choose_plan as sm90_fwd
 from jax_fa4.kernels.sm100.bwd.pair import plan as sm100_bwd
 from jax_fa4.kernels.sm100.fwd import plan as sm100_fwd
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
@@ -33,6 +33,8 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 _CHOOSE_ANY_SHAPE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
     ("sm_90a", "fwd"): partial(sm90_fwd.choose, any_shape=True),
 }
+# Problems of the same kind, so that each plan that shapes may decide for is the plan of one.
+_STAND_INS: dict[tuple[str, str], Callable[[Problem], list[Problem]]] = {("sm_90a", "fwd"): sm90_fwd.stand_ins}
 
 
 def select(problem: Problem, arch: str, any_shape: bool = False) -> Plan:
@@ -62,6 +64,13 @@ def select(problem: Problem, arch: str, any_shape: bool = False) -> Plan:
     if any_shape:
         choose = _CHOOSE_ANY_SHAPE.get((arch, problem.direction), choose)
     return choose(problem)
+
+
+def of_every_shape(problem: Problem, arch: str) -> list[Problem]:
+    """The problem, and problems of its kind for every other plan that shapes may decide for on `arch`."""
+    if 0 in (problem.b, problem.t, problem.s, problem.n):
+        return [problem]  # needs no kernel
+    return [problem, *_STAND_INS.get((arch, problem.direction), lambda _: [])(problem)]
 
 
 _INSTEAD = {

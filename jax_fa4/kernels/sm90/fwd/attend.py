@@ -9,8 +9,8 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import Place, arrive, step, wait
 from jax_fa4.kernels.common.tiles import all_keys_visible, queries_of
 from jax_fa4.kernels.sm90 import wgmma
-from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
 from jax_fa4.kernels.sm90.fwd.packed import bring_rows, query_of
+from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
 from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_part, store_rows
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, shrink_rows, weigh
 from jax_fa4.mask import keys_seen

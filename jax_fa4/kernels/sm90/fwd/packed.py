@@ -43,9 +43,7 @@ def bring_rows(ctx, thread):
         part.fill(0.0)
         if (row < ctx.rows) & (column < plan.depth // 8):
             at = (begin + (row // ctx.each) * ctx.heads + row % ctx.each) * plan.depth + column * 8
-            of = cute.make_ptr(
-                DTYPES[plan.dtype], (source + at).toint(), cutlass.AddressSpace.gmem, assumed_align=16
-            )
+            of = cute.make_ptr(DTYPES[plan.dtype], (source + at).toint(), cutlass.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(of, cute.make_layout(8)), part)
         cute.autovec_copy(part, cute.flatten(chunks[None, None, inside, column]))
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -8,7 +8,6 @@ from typing import Any
 from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
 from jax_fa4.kernels.common.tiles import up
-from jax_fa4.spec import Problem, Unsupported
 
 NATIVE_DEPTHS = (64, 96, 128, 192, 256)
 SMS = 132  # of an H100 or H200
@@ -81,6 +80,12 @@ class Plan:
         assert producer % 8 == math % 8 == 0, self.registers
 
     @property
+    def form(self) -> tuple[str, ...]:
+        """In words, what tells plans of one kind apart."""
+        named = ("packed", "splits", "sections", "turns", "workers")
+        return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)))
+
+    @property
     def inner(self) -> int:
         """Depth of Q and K in shared memory."""
         return native(self.depth)
@@ -122,7 +127,9 @@ class Plan:
         """All symbols of one call, from B, T, S, N and K. P: see `parts_for`."""
         e = {**shapes, **value_extents(shapes["B"])}
         if self.splits:
-            e["P"] = parts_for(query_tiles(self, e), up(e["S"], self.keys), SMS * self.blocks)
+            few = e["T"] * self.rows < e["S"]  # a band then hides little of S from most queries
+            places, band = SMS * self.blocks, self.band and not few
+            e["P"] = parts_for(query_tiles(self, e), up(e["S"], self.keys), places, band)
         return e
 
     @property
@@ -188,13 +195,18 @@ def query_tiles(plan: Plan, e: dict[str, Any]) -> Any:
     return up(e["T"], plan.rows) * e["N"] * e["B"]
 
 
-def parts_for(tiles: int, key_tiles: int, places: int) -> int:
+def parts_for(tiles: int, key_tiles: int, places: int, band: bool = False) -> int:
     """Parts of a query tile's keys, for `places` CTAs at a time: the fewest that take the least time, counted in key
     tiles, a CTA's start and end as START of them. At least two key tiles a part.
+
+    band: as if causal, the longest first: half of all, shared evenly, but at least the longest.
     """
 
     def time(parts: int) -> float:
-        return up(tiles * parts, places) * (up(key_tiles, parts) + START)
+        longest = up(key_tiles, parts) + START
+        if band:
+            return max(longest, tiles * parts * (key_tiles / (2 * parts) + START) / places)
+        return up(tiles * parts, places) * longest
 
     return min(range(1, max(min(key_tiles // 2, MOST_PARTS), 1) + 1), key=time)
 
@@ -210,73 +222,3 @@ def tiles_for(depth: int, value_depth: int, crowded: bool = False) -> dict[str, 
     if inner_value <= 192 and inner <= 192:
         return {"rows": 128, "keys": 96}
     return {"rows": 128, "keys": 64 if crowded else 80}  # 80 spills up to 52 bytes then
-
-
-_THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
-_LIGHT = {"chains": 4, "slack": 8.0}
-# (depth of Q and K, of V and O in shared memory, band) -> fields in place of tiles_for's. Measured on an H200,
-# 2026-11-29 (docs/measured/2026-11-29_h200_forward_variants.json, 25 variants of depth 64, 15 of 128): the largest
-# geometric mean over sequences of 1k, 4k and 16k. TFLOP/s there; of cuDNN 9.19 in the same run; without these fields:
-MEASURED: dict[tuple[int, int, bool], dict[str, Any]] = {
-    # 402, 469, 493; 369, 419, 437; 313, 358, 379
-    (64, 64, False): {**_THREE, **_LIGHT, "turns": True, "workers": SMS, "sections": True},
-    # 274, 395, 468; 298, 375, 439; 220, 305, 363
-    (64, 64, True): {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2},
-    # 527; 452; 497 (4k only)
-    (96, 96, False): {**_THREE, **_LIGHT, "keys": 96, "turns": True},
-    # 554, 614, 630; 497, 565, 584; 477, 593, 610
-    (128, 128, False): {"workers": SMS, "sections": True},
-    # 350, 513, 607; 369, 488, 538; 334, 509, 610
-    (128, 128, True): {**_LIGHT, "turns": True},
-    # 575; 488; 559 (4k only)
-    (256, 256, True): {**_LIGHT, "turns": True},
-}
-
-
-FEW_QUERIES = 64  # rows of half a tile
-
-def decode_for(depth: int, value_depth: int) -> dict[str, Any]:
-    """Fields of calls with at most FEW_QUERIES queries: decoding, one token or some at a time.
-
-    K and V are read once for all heads that share them, by as many CTAs as the card has places for. Memory is the
-    limit, so bytes on their way count: two CTAs of three stages where they fit.
-    """
-    inner, inner_value = native(depth), native(value_depth)
-    fields: dict[str, Any] = {"rows": 64, "groups": 1, "registers": (24, 240), "splits": True, "packed": True}
-    if inner + inner_value <= 256:
-        keys = 128 if inner + inner_value <= 128 else 64
-        fields |= {"keys": keys, "blocks": 2, "stages": 3, "registers": (24, 232)}
-    return fields
-
-
-def few_queries(problem: Problem) -> bool:
-    """Whether a call is served as decode_for says. Lengths that are symbols are not known, the plan is then that of any."""
-    t, s = problem.t, problem.s
-    return isinstance(t, int) and isinstance(s, int) and t <= FEW_QUERIES and s >= 512 and not problem.spec.segments
-
-
-def choose(problem: Problem, any_shape: bool = False) -> Plan:
-    """The plan for a forward problem, or Unsupported with what would work.
-
-    Shapes decide between few plans, each of which serves any shape; any_shape: the one for long sequences.
-    """
-    spec = problem.spec
-    for name, depth in (("query and key", problem.d), ("value", problem.v)):
-        if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
-            raise Unsupported(f"depth {depth} of {name}: the Hopper forward takes {DEPTHS}")
-    crowded = spec.segments or spec.soft_cap
-    fields = tiles_for(problem.d, problem.v, crowded)
-    if few_queries(problem) and not any_shape:
-        fields |= decode_for(problem.d, problem.v)
-    elif not crowded:
-        fields |= MEASURED.get((native(problem.d), native(problem.v), spec.band), {})
-    return Plan(
-        problem.dtype,
-        problem.d,
-        problem.v,
-        band=spec.band,
-        segments=spec.segments,
-        soft_cap=spec.soft_cap,
-        sinks=spec.sinks,
-        **fields,
-    )
