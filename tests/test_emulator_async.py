@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from emulator import Pointer, Scalar, Tma, Uninitialised
+from emulator import Pointer, Tma, Uninitialised
 from emulator.arith import bf16_to_f32, f32_to_bf16
-from emulator.snippets import body, kinds, play
+from emulator.snippets import body, kinds, pair_setup, play
 
 VALUES = np.random.default_rng(1).integers(-4, 5, (2, 256, 64)).astype(np.float32)
 
@@ -19,13 +19,8 @@ def test_a_pair_of_ctas_multiplies(m, seed):
     rows, n = m // 2, 64
     columns = n if m == 256 else n // 2
     a, b = VALUES[0, :m], VALUES[1, :n]
-    maps = [
-        Tma(name, "bfloat16", (64, len(x)), (128,), (64, box), "128B")
-        for name, x, box in (("a", a, rows), ("b", b, 32))
-    ]
-    params = (*maps, Pointer("out"), Scalar(idesc(m, n)), Scalar(rows), Scalar(128 * (rows + 32)), Scalar(columns))
-    memory = {"a": f32_to_bf16(a), "b": f32_to_bf16(b), "out": Uninitialised((2, 128, columns), np.float32)}
-    report = play(body("mma2"), params, memory, block=128, shared=65536 + 64, cluster=2, seed=seed).check()
+    params, memory, options = pair_setup(VALUES, m)
+    report = play(body("mma2"), params, memory, seed=seed, **options).check()
     want = (a @ b.T).reshape(2, rows, n)
     if m == 128:  # 64 rows a CTA; the upper half of the columns lies in lanes 64 to 127
         want = np.concatenate([want[:, :, :columns], want[:, :, columns:]], axis=1)
@@ -34,15 +29,25 @@ def test_a_pair_of_ctas_multiplies(m, seed):
 
 
 def test_two_allocations_of_a_pair_must_agree():
-    memory = {"a": f32_to_bf16(VALUES[0]), "b": f32_to_bf16(VALUES[1]), "out": Uninitialised((2, 128, 64), np.float32)}
-    maps = [Tma(name, "bfloat16", (64, 256), (128,), (64, box), "128B") for name, box in (("a", 128), ("b", 32))]
-    params = (*maps, Pointer("out"), Scalar(idesc(256, 64)), Scalar(128), Scalar(128 * 160), Scalar(64))
+    params, memory, options = pair_setup(VALUES)
     text = body("mma2").replace(
         "cta_group::2.sync.aligned.shared::cta.b32 [%r10+16], 64",
         "cta_group::2.sync.aligned.shared::cta.b32 [%r10+16], %r51",
     )
     text = text.replace("  @%p14 bra ALLOCATED;\n", "  shl.b32 %r51, 64, %r3;\n  @%p14 bra ALLOCATED;\n")
-    assert "tmem_alloc" in kinds(play(text, params, memory, block=128, shared=65536 + 64, cluster=2))
+    assert "tmem_alloc" in kinds(play(text, params, memory, **options))
+
+
+def test_what_arrives_at_a_cta_that_has_left_is_found():
+    """CTA 1 leaves as soon as both are there: what CTA 0 has issued is under way, or not yet issued."""
+    params, memory, options = pair_setup(VALUES)
+    meeting = "  barrier.cluster.wait.aligned;\n"
+    leaves = meeting + "  setp.ne.b32 %p12, %r3, 0;\n  @%p12 bra FREED;\n"
+    text = body("mma2").replace(meeting, leaves, 1)
+    told = set()
+    for seed in range(24):
+        told |= {f.message.split(" CTA")[0] for f in play(text, params, memory, seed=seed, **options).errors}
+    assert {"a commit arrives at", "an MMA of the pair ends when"} <= told, told
 
 
 FROM_TMEM = body("mma_ts")

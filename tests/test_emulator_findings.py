@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from emulator import Pointer, Uninitialised
 from emulator.findings import KINDS
-from emulator.snippets import body, kinds, mma_setup, module, play, wgmma_setup
+from emulator.snippets import body, kinds, mma_setup, module, pair_setup, play, wgmma_setup
 
 PLAIN = (Pointer("x"), Pointer("out"))
 FREE = "  tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;\n"
@@ -42,6 +42,10 @@ SKIP:
 SECOND = "  mbarrier.init.shared.b64 [%r10+8], 1;\n"
 ARRIVE = "  mbarrier.arrive.shared.b64 _, [%r10+8];\n"
 EXPECT = "  mbarrier.expect_tx.relaxed.cta.shared.b64 [%r10+8], 64;\n"
+COMMIT2 = """  tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r10+8], %h1;
+"""
+FREE2 = "  tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r12"
+ALONE = "  setp.ne.b32 %p12, %r3, 0;\n  @%p12 bra FREED;\n"
 LEAVE = "LEAVE:\n  barrier.cluster.arrive.aligned;\n  barrier.cluster.wait.aligned;\n"
 
 
@@ -110,6 +114,11 @@ CASES = {
     "MMA result read before the commit": Case(
         "mma", "race", "DONE:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r10+8], 0;\n  @!%p1 bra DONE;\n", ""
     ),
+    "a commit to the pair with nothing to commit": Case("mma2", "empty_commit", COMMIT2, 2 * COMMIT2),
+    "one CTA of a pair keeps its tensor memory": Case("mma2", "tmem_alloc", FREE2, ALONE + FREE2),
+    "a pair frees different columns": Case(
+        "mma2", "tmem_alloc", FREE2 + ", 64", "  shl.b32 %r51, 64, %r3;\n" + FREE2 + ", %r51"
+    ),
     "accumulator written after the fence": Case(
         "wgmma",
         "wgmma_divergent",
@@ -126,6 +135,8 @@ def launch_of(name):
     words = {"x": np.arange(1024, dtype=np.uint32), "out": Uninitialised((1024,), np.uint32)}
     if name == "remote":
         return (Pointer("out"),), words, {}
+    if name == "mma2":
+        return pair_setup(np.random.default_rng(0).integers(-4, 5, (2, 256, 64)))
     if name in ("mma", "wgmma"):
         setup = mma_setup if name == "mma" else wgmma_setup
         return setup(np.random.default_rng(0).integers(-4, 5, (2, 128, 64)))

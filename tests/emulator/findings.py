@@ -27,6 +27,7 @@ KINDS = {
     "registers": ERROR,  # setmaxnreg sums
     "duplicate_issue": ADVISORY,
     "missing_tcgen05_fence": ADVISORY,
+    "empty_commit": ADVISORY,
 }
 
 

@@ -141,6 +141,8 @@ def start_load(w, ins, desc, coords, cta, offset, barrier):
         cta.shared.end(cells, True)
         cta.in_flight -= 1
         if barrier is not None:
+            if barrier.cta.exited and barrier.cta is not cta:
+                report("remote_exit", f"bytes count on an mbarrier of {barrier.cta.name}, which has exited")
             barrier.complete(desc.box_bytes, report)
 
     machine.engine.submit(Operation(finish, f"tensor load to offset {offset} of {cta.name}"))

@@ -109,14 +109,47 @@ def dealloc(program, ins):
     group = group_number(ins)
     at, columns = lane_value(program, ins.args[0], "b32", ins), lane_value(program, ins.args[1], "u32", ins)
 
+    def together(w, pair):
+        """A warp of each CTA of the pair must ask, and for the same: the first waits for the other. False: not yet."""
+        asked = w.machine.pair_frees.setdefault(id(pair[0]), {c.rank: [] for c in pair})
+        if "turn" not in w.memo:
+            w.memo["turn"] = len(asked[w.cta.rank])
+            asked[w.cta.rank].append((at(w, w.lead), columns(w, w.lead)))
+            w.machine.events += 1
+        turn = w.memo["turn"]
+        ready = lambda: all(len(x) > turn for x in asked.values())  # noqa: E731
+        gone = [c for c in pair if c.exited and len(asked[c.rank]) <= turn]
+        if not ready() and not gone:
+            w.wait = (
+                lambda: ready() or any(c.exited for c in pair),
+                lambda: "waits for the peer's tcgen05.dealloc",
+                ins,
+                "dealloc",
+            )
+            return False
+        w.wait = None
+        wanted = {x[turn] for x in asked.values() if len(x) > turn}
+        if gone or len(wanted) > 1:
+            what = ", ".join(f"{n} columns at {first}" for first, n in sorted(wanted))
+            left = f"; {gone[0].name} has exited without" if gone else ""
+            w.report("tmem_alloc", f"the pair frees {what}{left}", ins)
+        return True
+
     def run(w):
         converged(w, ins)
-        w.cta.tmem.use_group(group, w.reporter(ins))
-        w.cta.tmem.free(at(w, w.lead), columns(w, w.lead), w.reporter(ins))
+        report = w.reporter(ins)
+        w.cta.tmem.use_group(group, report)
+        if group == 2:
+            pair = [c for c in w.cta.cluster if c.rank >> 1 == w.cta.rank >> 1]
+            if len(pair) != 2:
+                report("tmem_alloc", "cta_group::2 in a cluster without the peer CTA")
+            elif not together(w, pair):
+                return False
+        w.cta.tmem.free(at(w, w.lead), columns(w, w.lead), report)
         w.machine.events += 1
         return True
 
-    return Effect(run, ins, yields=True)
+    return Effect(run, ins, blocking=True, yields=True)
 
 
 @effect("tcgen05.relinquish_alloc_permit")
@@ -381,12 +414,18 @@ def commit(program, ins):
             if multicast:
                 targets = [(c.rank << 24) | (where & 0xFFFFFF) for c in w.cta.cluster if mask(w, lane) >> c.rank & 1]
             barriers = [b for b in (find(w.cta, t, report, "tcgen05.commit") for t in targets) if b is not None]
+            queue = mma_queue(w, lane)
+            if multicast and not machine.products.get(queue):
+                report("empty_commit", "a commit to several CTAs with no MMA since the thread's last one")
+            machine.products[queue] = 0
 
-            def finish(barriers=barriers):
+            def finish(barriers=barriers, home=w.cta):
                 for b in barriers:
+                    if b.cta.exited and b.cta is not home:
+                        report("remote_exit", f"a commit arrives at {b.cta.name}, which has exited")
                     b.arrive(1, report)
 
-            machine.engine.submit(Operation(finish, f"tcgen05.commit of {w.name}"), mma_queue(w, lane))
+            machine.engine.submit(Operation(finish, f"tcgen05.commit of {w.name}"), queue)
         return True
 
     return Effect(run, ins, yields=True)

@@ -200,6 +200,7 @@ class Umma:
             self.held = (
                 self._read()
             )  # operands in shared memory must be ready now; A in tensor memory may come from an MMA before
+        machine.products[key] = machine.products.get(key, 0) + 1
         machine.engine.submit(Operation(self.finish, f"tcgen05.mma of {self.w.name}"), key)
 
     def _read(self):
@@ -242,6 +243,8 @@ class Umma:
             o.end()
         self._mark(-1)
         for index, cta in enumerate(self.pair):
+            if cta.exited and cta is not self.w.cta:
+                self.report("remote_exit", f"an MMA of the pair ends when {cta.name} has exited")
             self._write(cta, a[index], b, self.off[4 * index : 4 * index + 4])
         self.machine.events += 1
 

@@ -105,6 +105,8 @@ class Machine:
         # D^T = B A^T + C^T for accumulators that lie column by column in tensor memory; None: only through matmul
         self.transposed = None if exact else lambda a, b, c: tensor.fast(b, a, c)
         self.pair_requests = {}  # tcgen05.alloc.cta_group::2 of a pair of CTAs
+        self.pair_frees = {}  # and its dealloc
+        self.products = {}  # thread that issues MMAs -> how many since its last commit
         self.slots = []  # register files free for the next CTA
         self.forced = False
         self.completed = False  # a barrier's phase has completed since the last choice

@@ -134,6 +134,18 @@ def mma_setup(values, a=("128B", True), b=("128B", True), m=128, n=64):
     return (*params, *_arguments(sa, sb)), memory, {"block": 128, "shared": 65536 + 64}
 
 
+def pair_setup(values, m=256, n=64):
+    """Parameters, memory and options of mma2.ptx: [m, 64] times [n, 64]^T by a pair of CTAs, 128-byte swizzle."""
+    rows, columns = m // 2, n if m == 256 else n // 2
+    tiles = (("a", values[0][:m], rows), ("b", values[1][:n], n // 2))
+    maps = [Tma(name, "bfloat16", (64, len(x)), (128,), (64, box), "128B") for name, x, box in tiles]
+    idesc = 1 << 4 | 1 << 7 | 1 << 10 | (n >> 3) << 17 | (m >> 4) << 24
+    params = (*maps, Pointer("out"), Scalar(idesc), Scalar(rows), Scalar(128 * (rows + n // 2)), Scalar(columns))
+    memory = {name: f32_to_bf16(np.ascontiguousarray(x, np.float32)) for name, x, _ in tiles}
+    memory["out"] = Uninitialised((2, 128, columns), np.float32)
+    return params, memory, {"block": 128, "shared": 65536 + 64, "cluster": 2}
+
+
 def wgmma_setup(values, a=("128B", True), b=("128B", True)):
     """Parameters, memory and options of wgmma.ptx; its two transpose flags are literals at the end of the wgmma."""
     (sa, sb), memory = _sides(values, (64, 64), WGMMA_MODE, 0, (a, b))

@@ -19,11 +19,17 @@ K_STEP = 16  # 16-bit elements one instruction multiplies along K
 FORMATS = {"float16": 0, "bfloat16": 1}  # operand formats of the instruction descriptor
 
 
+PAIR_ROWS = 256  # a product of so many rows is one of a pair of CTAs: each has half of A's rows and half of B's
+
+
+def group_of(rows):
+    return tcgen05.CtaGroup.TWO if rows == PAIR_ROWS else tcgen05.CtaGroup.ONE
+
+
 def product(dtype, rows, columns, b_major=K_MAJOR, a_source=SHARED):
-    """The layouts of float32 [rows, columns] += A B^T with A K-major, on one CTA."""
-    kind = DTYPES[dtype]
-    one = tcgen05.CtaGroup.ONE
-    return helpers.make_trivial_tiled_mma(kind, kind, K_MAJOR, b_major, Float32, one, (rows, columns), a_source)
+    """The layouts of float32 [rows, columns] += A B^T with A K-major, on one CTA or, of 256 rows, on a pair."""
+    kind, group = DTYPES[dtype], group_of(rows)
+    return helpers.make_trivial_tiled_mma(kind, kind, K_MAJOR, b_major, Float32, group, (rows, columns), a_source)
 
 
 def instruction(dtype, rows, columns, b_major=K_MAJOR):
@@ -46,25 +52,39 @@ def in_tensor(base, steps):
 
 _MMA = """{{ .reg .pred add; .reg .b{bits} a; .reg .b64 b; setp.ne.b32 add, {{$r4}}, 0;
 add.s{bits} a, {{$r1}}, {a}; add.s64 b, {{$r2}}, {b};
-tcgen05.mma.cta_group::1.kind::f16 [{{$r0}}], {left}, b, {{$r3}}, add; }}"""
+tcgen05.mma.cta_group::{group}.kind::f16 [{{$r0}}], {left}, b, {{$r3}}, add; }}"""
 
 
-def _text(a_source, a_offset, b_offset):
+def _text(a_source, a_offset, b_offset, group):
     """One instruction; offsets are immediates, so that one base an operand stays in registers, not one a step."""
     bits, left = (64, "a") if a_source == SHARED else (32, "[a]")
-    return _MMA.format(bits=bits, a=a_offset, b=b_offset, left=left).replace("\n", " ")
+    return _MMA.format(bits=bits, a=a_offset, b=b_offset, left=left, group=group).replace("\n", " ")
+
+
+def signal(barrier, ctas):
+    """`barrier`, in each CTA of the pair, completes when every product that this thread has issued so far has.
+
+    Of a pair: never twice with no product between. A commit of nothing is said to signal its own CTA alone.
+    """
+    if ctas == 2:
+        tcgen05.commit(barrier, 0b11, tcgen05.CtaGroup.TWO)
+    else:
+        tcgen05.commit(barrier)
 
 
 @cute.jit
 def issue(acc, a, b, idesc: cutlass.Constexpr, a_source: cutlass.Constexpr, steps: cutlass.Constexpr, adds, barrier):
     """acc (+)= A B^T over the K steps [steps[0], steps[1]), then a commit to `barrier` unless it is None.
 
-    acc: tensor-memory address. a, b: (base, offsets) from `in_shared`, or a from `in_tensor`. adds: whether the first
-    step adds to acc or overwrites it. Called by a converged warp: one lane is elected for the group.
+    acc: tensor-memory address, of both CTAs of a pair. a, b: (base, offsets) from `in_shared`, or a from `in_tensor`.
+    adds: whether the first step adds to acc or overwrites it. Called by a converged warp: one lane is elected.
     """
+    ctas = 2 if idesc >> 24 == PAIR_ROWS >> 4 else 1
     with cute.arch.elect_one():
         for i in cutlass.range_constexpr(steps[0], steps[1]):
             add = Int32(adds) if const_expr(i == steps[0]) else Int32(1)
-            cute.arch.inline_ptx(_text(a_source, a[1][i], b[1][i]), read_only_args=[acc, a[0], b[0], Int32(idesc), add])
+            cute.arch.inline_ptx(
+                _text(a_source, a[1][i], b[1][i], ctas), read_only_args=[acc, a[0], b[0], Int32(idesc), add]
+            )
         if const_expr(barrier is not None):
-            tcgen05.commit(barrier)
+            signal(barrier, ctas)

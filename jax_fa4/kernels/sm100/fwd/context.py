@@ -11,7 +11,8 @@ class Context:
     plan: Any
     warp: Any  # uniform warp index
     thread: Any  # within the CTA
-    tile: Any  # pair of query tiles
+    tile: Any  # two query tiles of each CTA of the pair, or of the only one
+    rank: Any  # of this CTA in its pair; None without one
     head: Any
     kv_head: Any
     batch: Any
@@ -33,3 +34,9 @@ class Context:
     tmem: Any  # base of the 512 columns
     full: Any  # ring name -> pointer to its barriers
     empty: Any
+
+
+def query_tile(ctx, s):
+    """Number of this CTA's query tile `s`: a product of a pair has a tile of each CTA, so their tiles alternate."""
+    which = 2 * ctx.tile + s
+    return which if ctx.rank is None else 2 * which + ctx.rank

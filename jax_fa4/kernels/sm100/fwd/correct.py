@@ -6,6 +6,8 @@ from cutlass import Float32, const_expr
 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm100 import tmem
+from jax_fa4.kernels.sm100.fwd.context import query_tile
+from jax_fa4.kernels.sm100.fwd.join import join
 from jax_fa4.kernels.sm100.fwd.plan import GROUP
 from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
@@ -72,7 +74,7 @@ def _finish(ctx, s: cutlass.Constexpr, thread):
             cute.autovec_copy(part, cute.local_tile(row, (8,), ((c + j) // 8,)))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.mbarrier_arrive(ctx.full["final"] + s)
-    to, at = ctx.lse, (2 * ctx.tile + s) * plan.tile + thread
+    to, at = ctx.lse, query_tile(ctx, s) * plan.tile + thread
     if at < ctx.queries:
         to[at] = lse * LN2
 
@@ -83,7 +85,7 @@ def correct(ctx):
     thread, warp = ctx.thread % GROUP, ctx.warp - plan.CORRECT
     stats = ctx.stats
     for s in cutlass.range_constexpr(2):
-        cute.arch.mbarrier_arrive(ctx.full["probs"] + s)  # O is free: the first product overwrites it
+        join(ctx, ctx.full["probs"] + s)  # O is free: the first product overwrites it
     for s in cutlass.range_constexpr(2):  # the first block has nothing to rescale
         cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
         if const_expr(s == 0):
@@ -99,7 +101,7 @@ def correct(ctx):
             else:
                 _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
             before_arrive()
-            cute.arch.mbarrier_arrive(ctx.full["probs"] + s)
+            join(ctx, ctx.full["probs"] + s)
             # Crosswise: a group ends its step after the other's statistics were read, so the two alternate, and do
             # not compete for MUFU, without a lock around the exponentials.
             cute.arch.mbarrier_arrive(ctx.empty["stats"] + 1 - s)

@@ -18,6 +18,7 @@ from jax_fa4.kernels.common.copies import init_barriers, make_barriers
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import up, work_item
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
+from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.fwd import operands
 from jax_fa4.kernels.sm100.fwd.context import Context
 from jax_fa4.kernels.sm100.fwd.correct import correct
@@ -28,6 +29,7 @@ from jax_fa4.kernels.sm100.fwd.mma import multiply
 from jax_fa4.kernels.sm100.fwd.plan import bind
 from jax_fa4.kernels.sm100.fwd.softmax import softmax
 from jax_fa4.kernels.sm100.fwd.store import store
+from jax_fa4.kernels.sm100.sync import meet
 from jax_fa4.mask import Band
 
 LOG2E = 1.4426950408889634
@@ -54,28 +56,54 @@ def _values(plan: cutlass.Constexpr, ints, floats, batch, queries, keys):
 
 
 @cute.jit
+def _multiply(ctx):
+    """The MMA warp's role, and tensor memory back at the end. In a pair the leader's warp issues for both, and all warps
+    of both CTAs meet before they leave: until then the other may need their memory and barriers."""
+    if const_expr(not ctx.plan.pair):
+        multiply(ctx)
+        cute.arch.barrier(barrier_id=FREE, number_of_threads=160)
+        cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS)
+    else:
+        if ctx.rank == ctx.plan.leader:
+            multiply(ctx)
+        meet()
+        cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS, is_two_cta=True)
+
+
+@cute.jit
+def _leave(ctx):
+    """The end of any other warp."""
+    if const_expr(ctx.plan.pair):
+        meet()
+
+
+@cute.jit
 def _play(ctx):
     """Each warp its role. Registers first: every warp of a warpgroup executes the same setmaxnreg."""
     plan = ctx.plan
     if ctx.warp >= plan.MMA:
         cute.arch.setmaxregister_decrease(plan.registers[2])
         if ctx.warp == plan.MMA:
-            multiply(ctx)
-            cute.arch.barrier(barrier_id=FREE, number_of_threads=160)
-            cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS)
+            _multiply(ctx)
         elif ctx.warp == plan.LOAD:
             load(ctx)
+            _leave(ctx)
         elif ctx.warp == plan.STORE:
             store(ctx)
+            _leave(ctx)
         else:
             edge(ctx)
+            _leave(ctx)
     elif ctx.warp >= plan.CORRECT:
         cute.arch.setmaxregister_decrease(plan.registers[1])
         correct(ctx)
-        cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=160)
+        if const_expr(not plan.pair):
+            cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=160)
+        _leave(ctx)
     else:
         cute.arch.setmaxregister_increase(plan.registers[0])
         softmax(ctx)
+        _leave(ctx)
 
 
 @cute.kernel
@@ -102,11 +130,14 @@ def forward(
 ):
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    tile, head, batch = work_item(cute.arch.block_idx()[0], up(queries, 2 * plan.tile), heads, plan.band)
+    index, rank = cute.arch.block_idx()[0], None
+    if const_expr(plan.pair):
+        index, rank = index // 2, cute.arch.block_idx_in_cluster()
+    tile, head, batch = work_item(index, up(queries, 2 * plan.rows), heads, plan.band)
     memory = SmemAllocator()
     queries_at = memory.allocate_array(Uint8, plan.query_bytes, byte_alignment=1024)
     keys_at = memory.allocate_array(Uint8, plan.stages * plan.stage_bytes, byte_alignment=1024)
-    out_at = queries_at if const_expr(plan.out_over_q) else queries_at + 2 * plan.key_bytes
+    out_at = queries_at if const_expr(plan.out_over_q) else queries_at + 2 * plan.q_bytes
     places = {"q": queries_at, "k": keys_at, "v": keys_at, "out": out_at}
     shared = {name: operands.shared(plan, place, name) for name, place in places.items()}
     stats = memory.allocate_array(Float32, plan.stats_words)
@@ -115,10 +146,13 @@ def forward(
     if warp == plan.LOAD:
         init_barriers(plan.rings, full, empty)
     if warp == plan.MMA:
-        cute.arch.alloc_tmem(tensor_memory.COLUMNS, tmem_at)
-        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.alloc_tmem(tensor_memory.COLUMNS, tmem_at, is_two_cta=plan.pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=plan.pair)
     cute.arch.mbarrier_init_fence()
-    cute.arch.barrier()
+    if const_expr(plan.pair):
+        meet()
+    else:
+        cute.arch.barrier()
     band, before, scale = _values(plan, ints, floats, batch, queries, keys)
     segments, space = None, None
     if const_expr(plan.segments):
@@ -131,6 +165,7 @@ def forward(
         warp=warp,
         thread=thread,
         tile=tile,
+        rank=rank,
         head=head,
         kv_head=head // (heads // kv_heads),
         batch=batch,
@@ -158,8 +193,10 @@ def forward(
 
 def _atoms(plan, descriptors, data):
     """(copy atom, coordinate tensor) by tensor name."""
-    bring, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    n, d, dv = plan.tile, plan.inner, plan.inner_value
+    bring, put = cpasync.CopyBulkTensorTileG2SOp(umma.group_of(plan.rows)), cpasync.CopyBulkTensorTileS2GOp()
+    m, n, d, dv = plan.rows, plan.tile, plan.inner, plan.inner_value
+    # Of a pair each CTA's box is its part of an operand: which, its slice of the product says.
+    cluster = (plan.ctas, 1, 1, 1)
     atoms = {}
     for t in descriptors:
         tensor = cute.make_tensor(data[t.tensor], cute.make_layout(t.dims, stride=t.strides))
@@ -168,12 +205,12 @@ def _atoms(plan, descriptors, data):
             continue
         stage = operands.one_tile(t.tensor, plan)
         if t.tensor == "q":
-            made = cute.nvgpu.make_tiled_tma_atom_A(bring, tensor, stage, (n, n, d), operands.scores(plan))
+            made = cute.nvgpu.make_tiled_tma_atom_A(bring, tensor, stage, (m, n, d), operands.scores(plan), cluster)
         elif t.tensor == "k":
-            made = cute.nvgpu.make_tiled_tma_atom_B(bring, tensor, stage, (n, n, d), operands.scores(plan))
+            made = cute.nvgpu.make_tiled_tma_atom_B(bring, tensor, stage, (m, n, d), operands.scores(plan), cluster)
         else:  # V^T as a view: (depth, keys, heads, batch)
             turned = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 0, 2, 3]))
-            made = cute.nvgpu.make_tiled_tma_atom_B(bring, turned, stage, (n, dv, n), operands.output(plan))
+            made = cute.nvgpu.make_tiled_tma_atom_B(bring, turned, stage, (m, dv, n), operands.output(plan), cluster)
         atoms[t.tensor] = made
     return atoms
 
@@ -185,5 +222,5 @@ def launch(stream, plan, data, e):
     maps = [part for name in ("q", "k", "v", "out") for part in tma[name]]
     pointers = [data.get(name) for name in ("lse", "ints", "floats", "q_segments", "kv_segments", "sinks")]
     labelled(forward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
-        grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1
+        grid=main.grid, block=(main.block, 1, 1), cluster=(main.cluster, 1, 1), stream=stream, min_blocks_per_mp=1
     )

@@ -2,6 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from jax_fa4.kernels.common.ring import start, step, wait
@@ -19,11 +20,18 @@ def _tiles(operand, mine, head, batch, shape, rest):
 
 
 @cute.jit
-def _fetch(tiles, which, stage, barrier, size: cutlass.Constexpr):
-    """Starts bringing one tile; `barrier` completes when its bytes are there. The copy elects a lane itself."""
+def _fetch(rank, tiles, which, stage, barrier, size: cutlass.Constexpr):
+    """Starts bringing one tile; `barrier` completes when its bytes are there. The copy elects a lane itself.
+
+    In a pair each CTA brings its part, and all bytes count on the leader's barrier: the copy turns to that one itself.
+    """
     atom, to, source = tiles
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+    if const_expr(rank is None):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+    elif rank == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * size)
     cute.copy(atom, source[None, which], to[None, stage], tma_bar_ptr=barrier)
 
 
@@ -31,8 +39,10 @@ def _fetch(tiles, which, stage, barrier, size: cutlass.Constexpr):
 def load(ctx):
     plan = ctx.plan
     n, d, dv = plan.tile, plan.inner, plan.inner_value
-    scores, output = operands.scores(plan).get_slice(0), operands.output(plan).get_slice(0)
-    q = _tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (n, d), (None, 0))
+    rank = ctx.rank
+    mine = 0 if rank is None else rank
+    scores, output = operands.scores(plan).get_slice(mine), operands.output(plan).get_slice(mine)
+    q = _tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (plan.rows, d), (None, 0))
     k = _tiles(ctx.k, scores.partition_B, ctx.kv_head, ctx.batch, (n, d), (None, 0))
     v = _tiles(ctx.v, output.partition_B, ctx.kv_head, ctx.batch, (dv, n), (0, None))
     full, empty = ctx.full["kv"], ctx.empty["kv"]
@@ -40,11 +50,17 @@ def load(ctx):
     for i in cutlass.range(ctx.blocks, unroll=1):
         which = ctx.last - 1 - i
         wait(empty, at)
-        _fetch(k, which, at.index, full + at.index, plan.key_bytes)
+        _fetch(rank, k, which, at.index, full + at.index, plan.key_bytes)
         if i == 0:
             for s in cutlass.range_constexpr(2):
-                _fetch(q, 2 * ctx.tile + s, s, ctx.full["q"] + s, plan.key_bytes)
+                _fetch(rank, q, 2 * ctx.tile + s, s, ctx.full["q"] + s, plan.q_bytes)
         at = step(at, plan.stages)
         wait(empty, at)
-        _fetch(v, which, at.index, full + at.index, plan.value_bytes)
+        _fetch(rank, v, which, at.index, full + at.index, plan.value_bytes)
         at = step(at, plan.stages)
+    if const_expr(
+        plan.pair
+    ):  # no signal of the leader is under way to a CTA that has gone; the last K, V are not freed
+        for _ in cutlass.range(plan.stages - 2, unroll=1):
+            wait(empty, at)
+            at = step(at, plan.stages)

@@ -6,21 +6,22 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from jax_fa4.kernels.common.segments import narrow
 from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles
+from jax_fa4.kernels.sm100.fwd.context import query_tile
 
 WORD = 32  # columns whose visibility one register holds
 
 
 @cute.jit
 def visited(plan: cutlass.Constexpr, tile, band, segments, space):
-    """(last, how many): blocks last - how many ... last - 1 cover every key that any row of the pair of tiles sees.
+    """(last, how many): blocks last - how many ... last - 1 cover every key that any row of the tiles sees.
 
     At least one block, even where nothing is seen: wholly masked it leaves out = 0 and lse = -inf, so no role has an
     empty path. With segments the whole CTA calls it; space: see `narrow`.
     """
-    first, last = key_tiles(tile, (2 * plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
+    first, last = key_tiles(tile, (2 * plan.rows, plan.tile), band, plan.band, cutlass.min, cutlass.max)
     first, last = Int32(first), Int32(last)
     if const_expr(plan.segments):
-        own = (2 * plan.tile * tile, cutlass.min(2 * plan.tile * (tile + 1), band.q_len))
+        own = (2 * plan.rows * tile, cutlass.min(2 * plan.rows * (tile + 1), band.q_len))
         first, last = narrow((plan.threads, plan.tile), own, (first, last), band.kv_len, segments, space)
     blocks = cutlass.max(last - first, 1)
     return first + blocks, blocks
@@ -43,7 +44,7 @@ def hide(ctx, s, thread, which, line):
     """
     plan, band = ctx.plan, ctx.band
     n = plan.tile
-    top, key = (2 * ctx.tile + s) * n, which * n
+    top, key = query_tile(ctx, s) * n, which * n
     inside = all_keys_visible((top, top + n - 1), (key, key + n - 1), band, plan.band)
     if not inside:
         end, begin = band.kv_len - key, None

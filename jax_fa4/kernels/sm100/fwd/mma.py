@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from jax_fa4.kernels.common.ring import Place, start, step, wait
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.fwd import operands
-from jax_fa4.kernels.sm100.sync import after_wait, commit
+from jax_fa4.kernels.sm100.sync import after_wait, commit, wait_pair
 
 
 @cute.jit
@@ -20,7 +20,7 @@ def _scores(ctx, s: cutlass.Constexpr, at):
     product = operands.scores(plan)
     q = umma.in_shared(product.make_fragment_A(ctx.q[2])[None, None, None, s])
     k = umma.in_shared(product.make_fragment_B(ctx.k[2])[None, None, None, at.index])
-    idesc = umma.instruction(plan.dtype, plan.tile, plan.tile)
+    idesc = umma.instruction(plan.dtype, plan.rows, plan.tile)
     to = (ctx.tmem + plan.at("s", s)).toint()
     umma.issue(to, q, k, idesc, umma.SHARED, (0, plan.inner // umma.K_STEP), 0, ctx.full["scores"] + s)
 
@@ -38,7 +38,7 @@ def _output(ctx, s: cutlass.Constexpr, at, round, adds, barrier):
     p = umma.in_tensor(ctx.tmem + plan.at("p", s), steps)
     to, idesc = (
         (ctx.tmem + plan.at("o", s)).toint(),
-        umma.instruction(plan.dtype, plan.tile, plan.inner_value, umma.MN_MAJOR),
+        umma.instruction(plan.dtype, plan.rows, plan.inner_value, umma.MN_MAJOR),
     )
     there = steps * plan.early // 4
     cute.arch.mbarrier_wait(ctx.full["probs"] + s, round & 1)
@@ -69,18 +69,24 @@ def multiply(ctx):
     for s in cutlass.range_constexpr(2):
         cute.arch.mbarrier_wait(ctx.full["q"] + s, 0)
         _scores(ctx, s, at)
-    commit(empty + at.index)
-    cute.arch.mbarrier_wait(ctx.full["edge"], 0)  # behind the scores of the first block, so it is not waited for
+    if const_expr(not plan.pair):
+        commit(empty + at.index)
+    (wait_pair if plan.pair else cute.arch.mbarrier_wait)(
+        ctx.full["edge"], 0
+    )  # behind the scores of the first block, so it is not waited for
     for i in cutlass.range(ctx.blocks - 1, unroll=1):
         v = step(at, plan.stages)
         k = step(v, plan.stages)
         wait(full, v)
         for s in cutlass.range_constexpr(2):
-            _output(ctx, s, v, i, i > 0, None if s == 0 else empty + v.index)
+            # A pair frees K behind the next product, as two commits must not follow each other: see umma.signal.
+            free = (empty + v.index) if s else (empty + at.index if plan.pair else None)
+            _output(ctx, s, v, i, i > 0, free)
             if const_expr(s == 0):
                 wait(full, k)
             _scores(ctx, s, k)
-        commit(empty + k.index)
+        if const_expr(not plan.pair):
+            commit(empty + k.index)
         at = _fresh(k)
     v = step(at, plan.stages)
     wait(full, v)

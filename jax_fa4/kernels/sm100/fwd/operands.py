@@ -10,30 +10,31 @@ from jax_fa4.kernels.sm100 import umma
 
 
 def scores(plan):
-    return umma.product(plan.dtype, plan.tile, plan.tile)
+    return umma.product(plan.dtype, plan.rows, plan.tile)
 
 
 def output(plan):
-    return umma.product(plan.dtype, plan.tile, plan.inner_value, umma.MN_MAJOR, umma.TENSOR)
+    return umma.product(plan.dtype, plan.rows, plan.inner_value, umma.MN_MAJOR, umma.TENSOR)
 
 
 def layout(name, plan):
     """(swizzle, layout) of q, k, v or out in shared memory: (MMA, rows, depth, stages), out (rows, columns, tiles).
 
-    V's is that of V^T, depth first. K and V share stages, so both step by the larger of the two.
+    V's is that of V^T, depth first. Of a pair's products they are this CTA's part. K and V share stages, so both step
+    by the larger of the two.
     """
-    n, d, dv, kind = plan.tile, plan.inner, plan.inner_value, DTYPES[plan.dtype]
+    m, n, d, dv, kind = plan.rows, plan.tile, plan.inner, plan.inner_value, DTYPES[plan.dtype]
     if name == "out":
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, kind)
         whole = cute.tile_to_shape(atom, (n, dv, 2), order=(0, 1, 2))
         return whole.inner, whole.outer
     if name == "q":
-        whole = helpers.make_smem_layout_a(scores(plan), (n, n, d), kind, 2)
+        whole = helpers.make_smem_layout_a(scores(plan), (m, n, d), kind, 2)
         return whole.inner, whole.outer
     if name == "k":
-        whole = helpers.make_smem_layout_b(scores(plan), (n, n, d), kind, 1)
+        whole = helpers.make_smem_layout_b(scores(plan), (m, n, d), kind, 1)
     else:
-        whole = helpers.make_smem_layout_b(output(plan), (n, dv, n), kind, 1)
+        whole = helpers.make_smem_layout_b(output(plan), (m, dv, n), kind, 1)
     one = cute.select(whole.outer, [0, 1, 2])
     stage = plan.stage_bytes // ITEM_BYTES[plan.dtype]
     return whole.inner, cute.make_layout((*one.shape, plan.stages), stride=(*one.stride, stage))

@@ -6,7 +6,7 @@ Pure Python and complete before tracing; no batch, no length, no run-time value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
@@ -15,6 +15,7 @@ from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
+TSNK = ("T", "S", "N", "K")
 ARCHS = ("sm_100a", "sm_103a")
 GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
 WARP = 32
@@ -54,6 +55,7 @@ class Plan:
     segments: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    pair: bool = False  # clusters of two CTAs: products of 256 rows, half of each K and V tile in each CTA
     early: int = 3  # quarters of P that are handed over first; 4 = all at once
     lazy: float = 8.0  # a row keeps its reference maximum until it grows by more than this, log2 units; 0 = never
     share: Share | None = SHARE  # None = every exponential on MUFU
@@ -85,6 +87,21 @@ class Plan:
         check_regions(self.regions)
 
     @property
+    def ctas(self) -> int:
+        """That share K and V."""
+        return 2 if self.pair else 1
+
+    @property
+    def leader(self) -> int | None:
+        """Rank of the CTA of a pair that issues the products and holds the barriers that they wait for."""
+        return 0 if self.pair else None
+
+    @property
+    def rows(self) -> int:
+        """Queries of one product."""
+        return self.ctas * self.tile
+
+    @property
     def roles(self) -> dict[str, tuple[int, ...]]:
         """Warps by role, for counters and reports."""
         first = {"softmax": self.SOFTMAX, "correct": self.CORRECT, "mma": self.MMA, "store": self.STORE}
@@ -104,29 +121,44 @@ class Plan:
         return (native(self.depth, self.value_depth) or (0, 0))[1]
 
     @property
-    def key_bytes(self) -> int:
-        """Of a tile of K, or of Q."""
+    def q_bytes(self) -> int:
+        """Of a tile of Q."""
         return ITEM_BYTES[self.dtype] * self.tile * self.inner
 
     @property
-    def value_bytes(self) -> int:
-        """Of a tile of V, or of O."""
+    def out_bytes(self) -> int:
+        """Of a tile of O."""
         return ITEM_BYTES[self.dtype] * self.tile * self.inner_value
 
     @property
+    def key_bytes(self) -> int:
+        """Of what a CTA has of a tile of K: all, or the keys of its half."""
+        return self.q_bytes // self.ctas
+
+    @property
+    def value_bytes(self) -> int:
+        """Of what a CTA has of a tile of V: all, or the columns of its half."""
+        return self.out_bytes // self.ctas
+
+    @property
+    def value_piece(self) -> int:
+        """Columns of V in one swizzled row of shared memory."""
+        return min(PIECE, self.inner_value // self.ctas)
+
+    @property
     def stage_bytes(self) -> int:
-        """A stage holds a tile of K or of V."""
+        """A stage holds a CTA's part of a tile of K or of V."""
         return max(self.key_bytes, self.value_bytes)
 
     @property
     def out_over_q(self) -> bool:
         """Whether O takes Q's place: the last product of O is done after the last one that reads Q, same pipe."""
-        return TILE_BUDGET - 2 * (self.key_bytes + self.value_bytes) < FEW_STAGES * self.stage_bytes
+        return TILE_BUDGET - 2 * (self.q_bytes + self.out_bytes) < FEW_STAGES * self.stage_bytes
 
     @property
     def query_bytes(self) -> int:
         """Two tiles of Q and two of O."""
-        q, out = 2 * self.key_bytes, 2 * self.value_bytes
+        q, out = 2 * self.q_bytes, 2 * self.out_bytes
         return max(q, out) if self.out_over_q else q + out
 
     @property
@@ -136,24 +168,30 @@ class Plan:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
+        """Of each CTA. In a pair the leader's q, kv, edge, probs and rest are filled from both, and its products signal
+        both; what crosses arrives by warps."""
+        ctas = self.ctas
+        join = 2 * GROUP // WARP * ctas if self.pair else 2 * GROUP
         return (
-            Ring("q", "load", "mma", 2, 1, 0, self.key_bytes),
+            Ring("q", "load", "mma", 2, 1, 0, ctas * self.q_bytes),
             # K0 V0 K1 V1 ...; a stage is freed by the commit after the second product that reads it
-            Ring("kv", "load", "mma", self.stages, 1, 1, self.stage_bytes),
+            Ring("kv", "load", "mma", self.stages, 1, 1, ctas * self.stage_bytes),
             # V's rows past the length in the first visited block are zero
-            Ring("edge", "edge", "mma", 1, 1, 0, 0),
+            Ring("edge", "edge", "mma", 1, ctas, 0, 0),
             # S is complete; freed by `probs`, as the product that overwrites it is issued after the one that reads P
             Ring("scores", "mma", "softmax", 2, 1, 0, 0),
             # the join before P V: the first part of P is stored (softmax) and O is rescaled (correction)
-            Ring("probs", "softmax+correct", "mma", 2, 2 * GROUP, 0, 0),
+            Ring("probs", "softmax+correct", "mma", 2, join, 0, 0),
             # the last quarter of P; a warp arrives as one
-            Ring("rest", "softmax", "mma", 2, GROUP // WARP, 0, 0),
+            Ring("rest", "softmax", "mma", 2, GROUP // WARP * ctas, 0, 0),
             # the last product of O is done
             Ring("acc", "mma", "correct", 2, 1, 0, 0),
             # filled through named barriers, a warp of softmax to the warp of correction with the same rows
             Ring("stats", "softmax", "correct", 2, 0, GROUP, 0),
             # O, normalised, in shared memory
             Ring("final", "correct", "store", 2, GROUP, 0, 0),
+            # the leader, that the other's half of the first V is there too: its bytes count on the leader's barrier
+            *(Ring("landed", "edge", "edge", 1, 1, 0, 0),) * self.pair,
         )
 
     @property
@@ -227,14 +265,14 @@ def bind(plan: Plan, e: dict[str, Any], wide: Callable[[Any], Any] = int) -> tup
     buffers = {b.name: b for b in plan.inputs + plan.outputs}
     maps = (
         rows_of(buffers["q"], (plan.tile, plan.inner), e, wide),
-        rows_of(buffers["k"], (plan.tile, plan.inner), e, wide),
-        rows_of(buffers["v"], (plan.tile, plan.inner_value), e, wide),
+        rows_of(buffers["k"], (plan.tile // plan.ctas, plan.inner), e, wide),
+        rows_of(buffers["v"], (plan.tile, plan.inner_value // plan.ctas), e, wide, swizzle=2 * plan.value_piece),
         rows_of(buffers["out"], (plan.tile, plan.inner_value), e, wide, store=True),
     )
-    grid = (up(e["T"], 2 * plan.tile) * e["N"] * e["B"], 1, 1)
+    grid = (up(e["T"], 2 * plan.rows) * plan.ctas * e["N"] * e["B"], 1, 1)
     pointers = ("lse", *(b.name for b in plan.inputs[3:]))
     return (
-        Kernel("forward", grid, plan.threads, maps, smem=plan.smem, pointers=pointers, extents=("T", "S", "N", "K")),
+        Kernel("forward", grid, plan.threads, maps, cluster=plan.ctas, smem=plan.smem, pointers=pointers, extents=TSNK),
     )
 
 
@@ -247,6 +285,46 @@ def share_of(depth: int, band: bool, arch: str) -> Share | None:
     if depth <= 64:
         return Share(8, 4, 1)
     return Share(16, 4, 1) if band else Share(10, 4, 1)
+
+
+def clocks(plan: Plan) -> dict[str, float]:
+    """Clocks that each unit is busy for one 128 x 128 tile, by the rules that the emulator's counts confirm."""
+    d, v, n = plan.inner, plan.inner_value, plan.tile
+    mufu = 32 if plan.arch == "sm_103a" else 16
+    return {
+        "tensor": 4 * (d + v),
+        "exp": n * (n + 1 - plan.emulated_columns) / mufu,  # one more a row: the factor of a new maximum
+        # Operands: Q, K and V, of a pair half of K and V; fills: K and V for two query tiles; 1 KiB of statistics.
+        "shared memory": 2 * d + (2 * d + 2 * v) / plan.ctas + (d + v) / plan.ctas + 8,
+    }
+
+
+LONG = 1024  # queries and keys from which a pair is considered: what it costs to start one is not counted above
+PAIR_REGISTERS = {  # by whether there is a band: what spills nothing (ptxas of DSL 4.8.1, 2026-11-30)
+    True: (192, 88, 40),
+    False: (184, 88, 56),
+}
+PAIR_REGISTERS_192 = (184, 80, 64)  # at depths 192 and 128, without a band
+
+
+def paired(plan: Plan) -> Plan:
+    """The same plan on pairs of CTAs."""
+    registers = PAIR_REGISTERS[plan.band]
+    if plan.inner > 128 and not plan.band:
+        registers = PAIR_REGISTERS_192
+    return replace(plan, pair=True, registers=registers)
+
+
+def pair_pays(plan: Plan, queries: int, keys: int) -> bool:
+    """By the counters: whether the longest unit's clocks, over all CTAs that are launched for a head, are fewer.
+
+    A pair has 512 queries, so up to 256 more are computed for nothing. With a band each of its tiles visits what any of
+    the four sees: a tile more in the mean, which the 8 clocks of 1032 that it saves at depth 128 never repay.
+    """
+    if plan.band or plan.segments or plan.soft_cap or min(queries, keys) < LONG:
+        return False
+    one, two = max(clocks(plan).values()), max(clocks(paired(plan)).values())
+    return 2 * up(queries, 4 * plan.tile) * two < up(queries, 2 * plan.tile) * one
 
 
 def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
@@ -272,7 +350,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         # Its temporaries want registers, and two more results of MUFU a score. So: the largest share, and a band, which
         # may be unbounded; without one 8 bytes spill.
         more = {"soft_cap": True, "registers": (208, 56, 40), "band": True}
-    return Plan(
+    plan = Plan(
         problem.dtype,
         problem.d,
         problem.v,
@@ -282,3 +360,4 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         share=share_of(64 if spec.soft_cap else problem.d, spec.band, arch),
         arch=arch,
     )
+    return paired(plan) if pair_pays(plan, problem.t, problem.s) else plan

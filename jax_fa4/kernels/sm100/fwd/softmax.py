@@ -8,6 +8,8 @@ from cutlass._mlir.dialects import nvvm
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.exp2 import exp2_line
+from jax_fa4.kernels.sm100.fwd.context import query_tile
+from jax_fa4.kernels.sm100.fwd.join import join
 from jax_fa4.kernels.sm100.fwd.mask import hide
 from jax_fa4.kernels.sm100.fwd.plan import GROUP
 from jax_fa4.kernels.sm100.fwd.segments import hide_others, own_ids
@@ -95,11 +97,11 @@ def _weigh(ctx, s, thread, line, top):
         if const_expr(i == plan.early - 1):
             tmem.stored()
             before_arrive()
-            cute.arch.mbarrier_arrive(ctx.full["probs"] + s)
+            join(ctx, ctx.full["probs"] + s)
     if const_expr(plan.early < 4):
         tmem.stored()
         before_arrive()
-        arrive_warp(ctx.full["rest"] + s)
+        arrive_warp(ctx.full["rest"] + s, plan.leader)
 
 
 @cute.jit
@@ -112,7 +114,7 @@ def softmax(ctx):
     )  # bound here: a store through ctx in a loop would make ctx a carried value
     mine = 1 + ctx.warp  # named barrier of this warp and the correction warp with the same rows
     peak, total = -Float32.inf, Float32(0)
-    own = own_ids(ctx, (2 * ctx.tile + s) * plan.tile + thread) if const_expr(plan.segments) else None
+    own = own_ids(ctx, query_tile(ctx, s) * plan.tile + thread) if const_expr(plan.segments) else None
     for i in cutlass.range(ctx.blocks, unroll=1):
         cute.arch.mbarrier_wait(ctx.full["scores"] + s, i & 1)
         after_wait()
@@ -129,7 +131,7 @@ def softmax(ctx):
         _weigh(ctx, s, thread, line, peak)
         cute.arch.mbarrier_wait(ctx.empty["stats"] + s, i & 1)
         total = _row_sum(line, total * factor)  # the float32 weights, not the rounded ones; off the critical path
-    past = (2 * ctx.tile + s) * plan.tile + thread >= ctx.band.q_len
+    past = query_tile(ctx, s) * plan.tile + thread >= ctx.band.q_len
     stats[slot] = Float32(0) if past else total
     stats[2 * GROUP + slot] = -Float32.inf if past else peak
     cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)

@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from jax_fa4.kernels.sm100.fwd.context import query_tile
+
 
 @cute.jit
 def store(ctx):
@@ -16,6 +18,6 @@ def store(ctx):
     with cute.arch.elect_one():  # unlike a load, a store through cute.copy does not elect: 32 lanes would store
         for s in cutlass.range_constexpr(2):
             cute.arch.mbarrier_wait(ctx.full["final"] + s, 0)
-            cute.copy(atom, source[None, s], to[None, 2 * ctx.tile + s])
+            cute.copy(atom, source[None, s], to[None, query_tile(ctx, s)])
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
