@@ -159,7 +159,7 @@ def test_compiled_counts_are_the_plans(name):
         "commit": (r"tcgen05\.commit\S+multicast", 8),  # one less: K is freed by the commit of the next product
         "TMA loads": (r"cp\.async\.bulk\.tensor\S+shared::cluster\.global\S+cta_group::2", 3 * q + v),
         "of one CTA": (r"tcgen05\.\S+cta_group::1", 0),
-        "cluster barriers": (r"barrier\.cluster\.wait", 1 + 3),  # at the start; at the end of each group of roles
+        "cluster barriers": (r"barrier\.cluster\.wait", 1 + 6),  # at the start; at the end of each role
         "arrivals at the leader": (r"mapa\.shared::cluster\S+ \w+, %r\d+, 0;", 2 + 1 + 4),  # softmax, edge, correction
     }
     wrong = {what: (len(re.findall(p, ptx)), n) for what, (p, n) in counts.items() if len(re.findall(p, ptx)) != n}

@@ -91,13 +91,13 @@ def section(title: str, one: Any) -> list[str]:
 
 
 def by_rule(one: Any) -> dict[str, float]:
-    """Cycles of a 128 x 128 tile by the counting rules, for two query tiles against the same keys."""
+    """Cycles of a 128 x 128 tile by the counting rules, for two query tiles of a CTA against the same keys."""
     d, v = one.inner, one.inner_value
     return {
         "tensor": 4 * (d + v),
         "exp": 128 * (128 - one.emulated_columns) / 16,
-        "operand reads": 2 * d + 2 * d + 2 * v,
-        "fills": (2 * d + 2 * v) / 2,
+        "operand reads": 2 * d + (2 * d + 2 * v) / one.ctas,
+        "fills": (2 * d + 2 * v) / 2 / one.ctas,
     }
 
 
@@ -166,13 +166,13 @@ def count() -> dict[str, Any]:
     for d, v in DEPTHS:
         for kind, spec in KINDS.items():
             one = plan("sm_100a", "fwd", (d, v), spec)
-            table = per_tile(one, bind, build(one, keep_ptx=True).ptx)
+            table = per_tile(one, bind, build(one, keep_ptx=True).ptx, queries=2 * one.rows)
             c = cycles(table)
             counted = {"tensor": c["tensor"], "exp": c["exp"], "operand reads": c["mma.read"], "fills": c["tma.write"]}
             counted["statistics"] = c["load.shared"] + c["store.shared"]
             shared = c["mma.read"] + c["tma.write"] + counted["statistics"]
             busy = {"tensor": c["tensor"], "exp": c["exp"], "shared memory": shared}
-            name = f"D{d if d == v else f'{d},{v}'} {kind}"
+            name = f"D{d if d == v else f'{d},{v}'} {kind}{', pairs of CTAs' * one.pair}"
             cases[name] = {"counted": counted, "rule": by_rule(one), "bound": max(busy, key=lambda k: busy[k])}
             print(name, {k: round(x, 1) for k, x in counted.items()}, flush=True)
     return {

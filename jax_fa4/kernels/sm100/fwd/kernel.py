@@ -57,8 +57,8 @@ def _values(plan: cutlass.Constexpr, ints, floats, batch, queries, keys):
 
 @cute.jit
 def _multiply(ctx):
-    """The MMA warp's role, and tensor memory back at the end. In a pair the leader's warp issues for both, and all warps
-    of both CTAs meet before they leave: until then the other may need their memory and barriers."""
+    """The MMA warp's role, and tensor memory back at the end. In a pair the leader's warp issues for both, and all
+    warps of both CTAs meet before they leave: until then the other may need their memory and barriers."""
     if const_expr(not ctx.plan.pair):
         multiply(ctx)
         cute.arch.barrier(barrier_id=FREE, number_of_threads=160)
