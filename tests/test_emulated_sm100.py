@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 
 def plan_of(case, dtype="bfloat16", **fields):
     problem = Problem(case.spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype)
-    return replace(choose(problem), **fields)
+    plan = choose(problem)
+    few = {"workers": min(plan.workers, 3)}  # on a card as many as SMs: most would find nothing to do here
+    return replace(plan, **{**few, **fields})
 
 
 def passes(case, dtype="bfloat16", seed=0, **fields):
@@ -200,3 +202,60 @@ def test_a_broken_kernel_fails(name):
             inp, got, report = forward(plan, bind, case, seed, edit=BROKEN[name])
             report.check()
             check(got, case, inp, "bfloat16")
+
+
+# Few CTAs, so that each takes several pairs: rings go on where the pair before left them.
+AGAIN = {
+    "ragged": (
+        Case("again_ragged", b=2, t=300, s=300, n=2, k=1, kv_lens=(300, 130), q_lens=(300, 140)),
+        {"workers": 3},
+    ),
+    "one block": (Case("again_one", b=1, t=600, s=100, n=3, k=3), {"workers": 2}),
+    "edges in any stage": (Case("again_edge", b=1, t=600, s=520, kv_lens=(450,)), {"workers": 2, "stage_cap": 3}),
+    "depth 128": (Case("again_128", b=1, t=300, s=300, d=128, sinks=True), {"workers": 2}),
+    "more CTAs than pairs": (Case("again_few", b=1, t=257, s=130, n=1, k=1), {"workers": 5}),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_cta_takes_several_pairs(name):
+    case, fields = AGAIN[name]
+    passes(case, seed=3, **fields)
+
+
+def test_every_order_of_pairs_takes_each_once():
+    """Sections of one key head, and of several, against head by head: the same bits in other CTAs."""
+    case = Case("order", b=2, t=600, s=300, n=4, k=2, causal=True, kv_lens=(300, 200))
+    given = []
+    for fields in ({"sections": True}, {"sections": False}, {"workers": 3, "sections": True}, {"skips": False}):
+        inp, got, report = forward(plan_of(case, **fields), bind, case)
+        report.check()
+        check(got, case, inp, "bfloat16")
+        given.append(got)
+    for other in given[1:]:
+        np.testing.assert_array_equal(other.out, given[0].out)
+        np.testing.assert_array_equal(other.lse, given[0].lse)
+
+
+@pytest.mark.parametrize(
+    ("case", "halves", "whole"),
+    [
+        (Case("skip_causal", b=1, t=512, s=512, n=1, k=1, causal=True), (2 * 2 - 1) + (2 * 4 - 1), 2 * 2 + 2 * 4),
+        (Case("skip_window", b=1, t=512, s=512, n=1, k=1, window=(128, 0)), (2 * 2 - 1) + (2 * 3 - 2), 2 * 2 + 2 * 3),
+        (
+            Case("skip_dead", b=1, t=512, s=512, n=1, k=1, q_lens=(100,)),
+            (4 + 1) + 2,
+            8 + 2,
+        ),  # one block where nobody is
+        (Case("skip_none", b=1, t=256, s=512, n=1, k=1), 2 * 4, 2 * 4),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_halves_of_pairs_that_see_nothing_are_not_computed(case, halves, whole):
+    """Tensor cycles say how many 128 x 128 tiles were: 512 each at depth 64."""
+    for skips, tiles in ((True, halves), (False, whole)):
+        plan = plan_of(case, skips=skips, workers=0)
+        inp, got, report = forward(plan, bind, case)
+        report.check()
+        check(got, case, inp, "bfloat16")
+        assert report.counters.total("tensor.cycles") / 512 == tiles

@@ -8,7 +8,7 @@ import pytest
 
 from jax_fa4.kernels.sm100.events import Arrive, Protocol, Read, Wait, Write
 from jax_fa4.kernels.sm100.fwd.plan import Plan
-from jax_fa4.kernels.sm100.fwd.protocol import protocol
+from jax_fa4.kernels.sm100.fwd.protocol import Pair, protocol
 
 FULL = Plan("bfloat16", 128, 128)
 PLANS = {
@@ -23,6 +23,27 @@ PLANS = {
 @pytest.mark.parametrize("blocks", (1, 2, 3))
 def test_forward_has_no_deadlock_and_overwrites_nothing(name, blocks):
     assert checker.check(protocol(PLANS[name], blocks)) == []
+
+
+AGAIN = replace(FULL, workers=2, registers=(184, 80, 64))
+PAIRS = {
+    "same": (2, 2),
+    "one block each": (1, 1, 1),
+    "long and short": (3, 1, 2),
+    "halves left out": (Pair(2, 1, 0), Pair(3, 1, 1), Pair(3, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("plan", (AGAIN, Plan("bfloat16", 64, 64, workers=2, stage_cap=2)), ids=("d128", "two stages"))
+@pytest.mark.parametrize("name", PAIRS)
+def test_several_pairs_in_a_cta(name, plan):
+    assert checker.check(protocol(plan, *PAIRS[name])) == []
+
+
+@pytest.mark.parametrize("pair", [Pair(2, 1), Pair(3, 1, 1), Pair(3, 0, 2), Pair(4, 1, 3), Pair(3, 0, 1)], ids=str)
+@pytest.mark.parametrize("name", ("d128", "d192"))
+def test_halves_may_be_left_out(name, pair):
+    assert checker.check(protocol(PLANS[name], pair)) == []
 
 
 def test_forward_wraps_its_ring():
@@ -73,6 +94,27 @@ def test_a_dropped_signal_is_found(name):
     role, kind, ring, expected = BREAKS[name]
     broken = without(protocol(FULL, 3), role, kind, ring)
     assert broken != protocol(FULL, 3)
+    kinds = {fault.kind for fault in checker.check(broken)}
+    assert expected in kinds, kinds
+
+
+BREAKS_AGAIN = {
+    "next Q over the last": ("load", Wait, "q", "overwrite"),
+    "edge of a stage's older phase": ("edge", Wait, "edge", "early wait"),
+    "next O over the last": ("correct", Wait, "final", "overwrite"),
+    "next statistics over the last": ("softmax", Wait, "stats", "overwrite"),
+    "O of the last pair overwritten": ("mma", Wait, "probs", "overwrite"),
+    "O never free for the next pair": ("correct", Arrive, "probs", "deadlock"),
+    "the edge never freed": ("mma", Arrive, "edge", "deadlock"),
+    "O's place never freed": ("store", Arrive, "final", "deadlock"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS_AGAIN)
+def test_a_dropped_signal_between_pairs_is_found(name):
+    role, kind, ring, expected = BREAKS_AGAIN[name]
+    whole = protocol(AGAIN, 2, 2)
+    broken = without(whole, role, kind, ring)
     kinds = {fault.kind for fault in checker.check(broken)}
     assert expected in kinds, kinds
 

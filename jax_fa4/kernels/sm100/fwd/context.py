@@ -11,29 +11,40 @@ class Context:
     plan: Any
     warp: Any  # uniform warp index
     thread: Any  # within the CTA
-    tile: Any  # two query tiles of each CTA of the pair, or of the only one
     rank: Any  # of this CTA in its pair; None without one
-    head: Any
-    kv_head: Any
-    batch: Any
-    last: Any  # key blocks are visited from last - 1 downward,
-    blocks: Any  # so many of them, at least one
     queries: Any  # T
     keys: Any  # S
-    band: Any  # mask.Band of this example; left and right are None in a plan without a band
+    heads: Any  # N
+    batches: Any
+    group: Any  # query heads of a key head
     before: Any  # soft cap: scores times this are the exponent in tanh; else None
     scale: Any  # what then turns scores into log2 units
-    sink: Any  # this head's, in log2 units; else None
-    segments: Any  # (pointer to this example's query ids, to its key ids), or None
+    sinks: Any  # pointer to a logit a head; else None
     q: Any  # (copy atom, coordinate tensor, shared tensor), likewise k, v, out
     k: Any
     v: Any
     out: Any
-    lse: Any  # pointer to the row of this head
     stats: Any  # shared float32: [2][128] factor, finally row sum; then [2][128] row maximum
     tmem: Any  # base of the 512 columns
     full: Any  # ring name -> pointer to its barriers
     empty: Any
+    # Of one pair of query tiles, or the two pairs of a pair of CTAs:
+    tile: Any = None
+    head: Any = None
+    kv_head: Any = None
+    batch: Any = None
+    last: Any = None  # key blocks are visited from last - 1 downward,
+    blocks: Any = None  # so many of them, at least one;
+    lead: Any = None  # the first tile starts so many later,
+    trail: Any = None  # the second ends so many earlier; both keep at least one
+    band: Any = None  # mask.Band of this example; left and right are None in a plan without a band
+    segments: Any = None  # (pointer to this example's query ids, to its key ids), or None
+    lse: Any = None  # pointer to the row of this head
+    # Of this CTA's earlier pairs:
+    turn: Any = 0  # how many
+    turns: Any = 1  # with this one and the later ones
+    uses: Any = 0  # tiles of K and V that they took
+    rounds: Any = (0, 0)  # blocks that their first and second tiles took
 
 
 def query_tile(ctx, s):

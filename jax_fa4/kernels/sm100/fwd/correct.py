@@ -13,7 +13,7 @@ from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
 CHUNK = 16  # columns of O in registers at a time; more would not fit beside the other roles' shares
 WIDE = 32  # likewise at the end
-LN2 = 0.6931471805599453
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 
 
 def _times(line, factor):
@@ -41,12 +41,14 @@ def _settle(ctx, total, peak):
     """
     dead = total == 0.0
     high = peak * ctx.scale
-    if const_expr(ctx.sink is None):
+    if const_expr(ctx.sinks is None):
         return 1.0 / total, high + cute.math.log2(total, fastmath=True), dead
-    top = ctx.sink if dead else cute.arch.fmax(high, ctx.sink)
-    shift = Float32(0) if dead else cute.math.exp2(high - top, fastmath=True)
-    all = total * shift + cute.math.exp2(ctx.sink - top, fastmath=True)
-    return shift / all, top + cute.math.log2(all, fastmath=True), dead
+    sink = ctx.sinks[ctx.head] * LOG2E
+    top = sink if dead else cute.arch.fmax(high, sink)
+    base = Float32(0) if top == -Float32.inf else top  # a sink of -inf is none
+    shift = Float32(0) if dead else cute.math.exp2(high - base, fastmath=True)
+    all = total * shift + cute.math.exp2(sink - base, fastmath=True)
+    return shift / all, base + cute.math.log2(all, fastmath=True), dead
 
 
 @cute.jit
@@ -57,13 +59,21 @@ def _finish(ctx, s: cutlass.Constexpr, thread):
     have left NaN in O.
     """
     plan = ctx.plan
-    factor, lse, dead = _settle(ctx, ctx.stats[s * GROUP + thread], ctx.stats[(2 + s) * GROUP + thread])
-    cute.arch.mbarrier_wait(ctx.full["acc"] + s, 0)
+    total, peak = ctx.stats[s * GROUP + thread], ctx.stats[(2 + s) * GROUP + thread]
+    if const_expr(plan.workers > 0):
+        cute.arch.mbarrier_arrive(ctx.empty["stats"] + s)
+        cute.arch.mbarrier_wait(ctx.empty["final"] + s, (ctx.turn & 1) ^ 1)
+    factor, lse, dead = _settle(ctx, total, peak)
+    cute.arch.mbarrier_wait(ctx.full["acc"] + s, ctx.turn & 1)
     after_wait()
     row, kind = ctx.out[2][thread, None, s], DTYPES[plan.dtype]
     for c in cutlass.range_constexpr(0, plan.inner_value, WIDE):
         line = tmem.read(ctx.tmem + plan.at("o", s) + c, WIDE, thread)
         tmem.loaded()
+        if const_expr(plan.workers > 0 and c + WIDE == plan.inner_value):
+            if ctx.turn + 1 < ctx.turns:
+                before_arrive()
+                join(ctx, ctx.full["probs"] + s)  # O is free for the next pair
         _times(line, factor)
         for j in cutlass.range_constexpr(WIDE):
             line[j] = Float32(0) if dead else line[j]
@@ -80,32 +90,46 @@ def _finish(ctx, s: cutlass.Constexpr, thread):
 
 
 @cute.jit
+def _take(ctx, s: cutlass.Constexpr, thread):
+    """O of tile s shrinks by the factors that its softmax left, where a row has moved; then P V may start."""
+    plan = ctx.plan
+    factor = ctx.stats[s * GROUP + thread]
+    after_wait()
+    if const_expr(plan.lazy > 0):
+        if cute.arch.vote_any_sync(factor < 1.0):
+            _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
+    else:
+        _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
+    before_arrive()
+    join(ctx, ctx.full["probs"] + s)
+
+
+@cute.jit
 def correct(ctx):
+    """Statistics are freed crosswise: a group ends its step after the other's were read, so the two alternate, and do
+    not compete for MUFU, without a lock around the exponentials."""
     plan = ctx.plan
     thread, warp = ctx.thread % GROUP, ctx.warp - plan.CORRECT
-    stats = ctx.stats
-    for s in cutlass.range_constexpr(2):
-        join(ctx, ctx.full["probs"] + s)  # O is free: the first product overwrites it
-    for s in cutlass.range_constexpr(2):  # the first block has nothing to rescale
-        cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
-        if const_expr(s == 0):
-            cute.arch.mbarrier_arrive(ctx.empty["stats"])
-    for _ in cutlass.range(1, ctx.blocks, unroll=1):
+    free, second = ctx.empty["stats"], ctx.blocks - ctx.trail
+    if ctx.turn == 0:
         for s in cutlass.range_constexpr(2):
-            cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
-            factor = stats[s * GROUP + thread]
-            after_wait()
-            if const_expr(plan.lazy > 0):
-                if cute.arch.vote_any_sync(factor < 1.0):
-                    _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
-            else:
-                _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
-            before_arrive()
-            join(ctx, ctx.full["probs"] + s)
-            # Crosswise: a group ends its step after the other's statistics were read, so the two alternate, and do
-            # not compete for MUFU, without a lock around the exponentials.
-            cute.arch.mbarrier_arrive(ctx.empty["stats"] + 1 - s)
-    cute.arch.mbarrier_arrive(ctx.empty["stats"] + 1)
+            join(ctx, ctx.full["probs"] + s)  # O is free: the first product overwrites it
+    if ctx.lead == 0:  # the first block has nothing to rescale
+        cute.arch.barrier(barrier_id=1 + warp, number_of_threads=64)
+        cute.arch.mbarrier_arrive(free)
+    cute.arch.barrier(barrier_id=5 + warp, number_of_threads=64)
+    for i in cutlass.range(1, ctx.blocks, unroll=1):
+        cute.arch.barrier(barrier_id=1 + warp, number_of_threads=64)
+        if i > ctx.lead:
+            _take(ctx, 0, thread)
+        if i <= second:
+            cute.arch.mbarrier_arrive(free + 1)
+        if i < second:
+            cute.arch.barrier(barrier_id=5 + warp, number_of_threads=64)
+            _take(ctx, 1, thread)
+        cute.arch.mbarrier_arrive(free)
+    if ctx.trail == 0:
+        cute.arch.mbarrier_arrive(free + 1)
     for s in cutlass.range_constexpr(2):
         cute.arch.barrier(barrier_id=1 + 4 * s + warp, number_of_threads=64)
         _finish(ctx, s, thread)

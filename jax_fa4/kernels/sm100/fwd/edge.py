@@ -8,7 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from jax_fa4.kernels.common.ring import wait
 from jax_fa4.kernels.sm100.fwd.plan import WARP
+from jax_fa4.kernels.sm100.fwd.work import place_of
 from jax_fa4.kernels.sm100.sync import arrive_warp, wait_pair
 
 CHUNK = 16  # bytes of one store
@@ -33,11 +35,14 @@ def _clear(ctx, tail, stage):
 @cute.jit
 def edge(ctx):
     plan = ctx.plan
+    if const_expr(plan.workers > 0):  # products of the last pair have met all its tiles: see mma.py
+        cute.arch.mbarrier_wait(ctx.empty["edge"], (ctx.turn & 1) ^ 1)
     tail = cutlass.max(ctx.band.kv_len - (ctx.last - 1) * plan.tile, 0)  # rows of the first visited block that count
-    stage = 1 % plan.stages  # K0 V0 ...
     if (tail < plan.tile) & (ctx.band.kv_len < ctx.keys):
+        at = place_of(ctx, 1, 0)  # K0 V0 ...
+        stage = at.index
         if const_expr(not plan.pair):
-            cute.arch.mbarrier_wait(ctx.full["kv"] + stage, 0)
+            wait(ctx.full["kv"], at)
         elif ctx.rank == plan.leader:  # the bytes of both halves count here: tell the other CTA
             wait_pair(ctx.full["kv"] + stage, 0)
             arrive_warp(ctx.full["landed"], 1 - plan.leader, data=True)

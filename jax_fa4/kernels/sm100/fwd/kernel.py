@@ -13,10 +13,8 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers
 from jax_fa4.kernels.common.parts import labelled
-from jax_fa4.kernels.common.tiles import up, work_item
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.fwd import operands
@@ -24,48 +22,36 @@ from jax_fa4.kernels.sm100.fwd.context import Context
 from jax_fa4.kernels.sm100.fwd.correct import correct
 from jax_fa4.kernels.sm100.fwd.edge import edge
 from jax_fa4.kernels.sm100.fwd.load import load
-from jax_fa4.kernels.sm100.fwd.mask import visited
 from jax_fa4.kernels.sm100.fwd.mma import multiply
 from jax_fa4.kernels.sm100.fwd.plan import bind
 from jax_fa4.kernels.sm100.fwd.softmax import softmax
 from jax_fa4.kernels.sm100.fwd.store import store
+from jax_fa4.kernels.sm100.fwd.work import place, scales, work
 from jax_fa4.kernels.sm100.sync import meet
-from jax_fa4.mask import Band
 
-LOG2E = 1.4426950408889634
 FREE = 9  # named barrier: correction has read O, tensor memory may go. 0 is the CTA's, 1-8 carry statistics
 
 
 @cute.jit
-def _values(plan: cutlass.Constexpr, ints, floats, batch, queries, keys):
-    """(band of this example, factor to the exponent in tanh, factor to log2 units)."""
-    mine = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[mine + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[mine + VALUES.kv_len], keys), 0)
-    left, right, offset = None, None, None
-    if const_expr(plan.band):
-        left, right, offset = ints[VALUES.left], ints[VALUES.right], ints[mine + VALUES.offset]
-    scale = floats[VALUES.scale] if const_expr(plan.baked_scale is None) else Float32(plan.baked_scale)
-    before, after = None, scale * LOG2E
-    if const_expr(plan.baked_scale is not None):
-        after = Float32(plan.baked_scale * LOG2E)
-    if const_expr(plan.soft_cap):
-        cap = floats[VALUES.soft_cap]
-        before, after = 2 * LOG2E * scale / cap, cap * LOG2E
-    return Band(left, right, offset, q_len, kv_len), before, after
+def _role(ctx, given, role: cutlass.Constexpr):
+    """A warp's role: of the one pair that `ctx` is of, or of all pairs of this CTA."""
+    if const_expr(ctx.plan.workers > 0):
+        work(ctx, given, role)
+    else:
+        role(ctx)
 
 
 @cute.jit
-def _multiply(ctx):
+def _multiply(ctx, given):
     """The MMA warp's role, and tensor memory back at the end. In a pair the leader's warp issues for both, and all
     warps of both CTAs meet before they leave: until then the other may need their memory and barriers."""
     if const_expr(not ctx.plan.pair):
-        multiply(ctx)
+        _role(ctx, given, multiply)
         cute.arch.barrier(barrier_id=FREE, number_of_threads=160)
         cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS)
     else:
         if ctx.rank == ctx.plan.leader:
-            multiply(ctx)
+            _role(ctx, given, multiply)
         meet()
         cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS, is_two_cta=True)
 
@@ -78,31 +64,31 @@ def _leave(ctx):
 
 
 @cute.jit
-def _play(ctx):
+def _play(ctx, given):
     """Each warp its role. Registers first: every warp of a warpgroup executes the same setmaxnreg."""
     plan = ctx.plan
     if ctx.warp >= plan.MMA:
         cute.arch.setmaxregister_decrease(plan.registers[2])
         if ctx.warp == plan.MMA:
-            _multiply(ctx)
+            _multiply(ctx, given)
         elif ctx.warp == plan.LOAD:
-            load(ctx)
+            _role(ctx, given, load)
             _leave(ctx)
         elif ctx.warp == plan.STORE:
-            store(ctx)
+            _role(ctx, given, store)
             _leave(ctx)
         else:
-            edge(ctx)
+            _role(ctx, given, edge)
             _leave(ctx)
     elif ctx.warp >= plan.CORRECT:
         cute.arch.setmaxregister_decrease(plan.registers[1])
-        correct(ctx)
+        _role(ctx, given, correct)
         if const_expr(not plan.pair):
             cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=160)
         _leave(ctx)
     else:
         cute.arch.setmaxregister_increase(plan.registers[0])
-        softmax(ctx)
+        _role(ctx, given, softmax)
         _leave(ctx)
 
 
@@ -126,6 +112,7 @@ def forward(
     keys: Int32,
     heads: Int32,
     kv_heads: Int32,
+    batches: Int32,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
@@ -133,7 +120,6 @@ def forward(
     index, rank = cute.arch.block_idx()[0], None
     if const_expr(plan.pair):
         index, rank = index // 2, cute.arch.block_idx_in_cluster()
-    tile, head, batch = work_item(index, up(queries, 2 * plan.rows), heads, plan.band)
     memory = SmemAllocator()
     queries_at = memory.allocate_array(Uint8, plan.query_bytes, byte_alignment=1024)
     keys_at = memory.allocate_array(Uint8, plan.stages * plan.stage_bytes, byte_alignment=1024)
@@ -153,42 +139,35 @@ def forward(
         meet()
     else:
         cute.arch.barrier()
-    band, before, scale = _values(plan, ints, floats, batch, queries, keys)
-    segments, space = None, None
-    if const_expr(plan.segments):
-        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
-        # Aligned: the compiler reads it by 16 bytes, and past its end where it begins elsewhere.
-        space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
-    last, blocks = visited(plan, tile, band, segments, space)
+    # Aligned: the compiler reads it by 16 bytes, and past its end where it begins elsewhere.
+    space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16) if const_expr(plan.segments) else None
+    before, scale = scales(plan, floats)
     ctx = Context(
         plan=plan,
         warp=warp,
         thread=thread,
-        tile=tile,
         rank=rank,
-        head=head,
-        kv_head=head // (heads // kv_heads),
-        batch=batch,
-        last=last,
-        blocks=blocks,
         queries=queries,
         keys=keys,
-        band=band,
+        heads=heads,
+        batches=batches,
+        group=heads // kv_heads,
         before=before,
         scale=scale,
-        sink=sinks[head] * LOG2E if const_expr(plan.sinks) else None,
-        segments=segments,
+        sinks=sinks,
         q=(q_atom, q, shared["q"]),
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
         out=(out_atom, out, shared["out"]),
-        lse=lse + (batch.to(Int64) * heads + head) * queries,
         stats=stats,
         tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_at),
         full=full,
         empty=empty,
     )
-    _play(ctx)
+    given = (ints, q_segments, kv_segments, lse, space)
+    if const_expr(plan.workers == 0):
+        ctx = place(ctx, index, given)
+    _play(ctx, given)
 
 
 def _atoms(plan, descriptors, data):

@@ -1,12 +1,13 @@
-"""The load warp: both query tiles once, then K and V blocks from the last to the first through one ring."""
+"""The load warp: both query tiles of a pair once, then K and V blocks from the last to the first through one ring."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from jax_fa4.kernels.common.ring import start, step, wait
+from jax_fa4.kernels.common.ring import step, wait
 from jax_fa4.kernels.sm100.fwd import operands
+from jax_fa4.kernels.sm100.fwd.work import place_of
 
 
 def _tiles(operand, mine, head, batch, shape, rest):
@@ -46,21 +47,35 @@ def load(ctx):
     k = _tiles(ctx.k, scores.partition_B, ctx.kv_head, ctx.batch, (n, d), (None, 0))
     v = _tiles(ctx.v, output.partition_B, ctx.kv_head, ctx.batch, (dv, n), (0, None))
     full, empty = ctx.full["kv"], ctx.empty["kv"]
-    at = start(1)
+    at = place_of(ctx, 0, 1)
     for i in cutlass.range(ctx.blocks, unroll=1):
         which = ctx.last - 1 - i
         wait(empty, at)
         _fetch(rank, k, which, at.index, full + at.index, plan.key_bytes)
         if i == 0:
             for s in cutlass.range_constexpr(2):
+                if const_expr(plan.workers > 0):
+                    cute.arch.mbarrier_wait(ctx.empty["q"] + s, (ctx.turn & 1) ^ 1)
                 _fetch(rank, q, 2 * ctx.tile + s, s, ctx.full["q"] + s, plan.q_bytes)
         at = step(at, plan.stages)
         wait(empty, at)
         _fetch(rank, v, which, at.index, full + at.index, plan.value_bytes)
         at = step(at, plan.stages)
-    if const_expr(
-        plan.pair
-    ):  # no signal of the leader is under way to a CTA that has gone; the last K, V are not freed
+    if const_expr(plan.workers > 0):
+        _drain(ctx, at)
+    if const_expr(plan.pair):
+        # No signal of the leader is under way to a CTA that has gone; the last K and V are not freed.
         for _ in cutlass.range(plan.stages - 2, unroll=1):
             wait(empty, at)
             at = step(at, plan.stages)
+
+
+@cute.jit
+def _drain(ctx, at):
+    """After the last pair: commits that free stages arrive on their own, and must not find the CTA gone."""
+    if ctx.turn + 1 == ctx.turns:
+        for _ in cutlass.range(ctx.plan.stages, unroll=1):
+            wait(ctx.empty["kv"], at)
+            at = step(at, ctx.plan.stages)
+        for s in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_wait(ctx.empty["q"] + s, ctx.turn & 1)

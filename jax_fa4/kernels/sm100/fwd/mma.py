@@ -1,16 +1,18 @@
 """The MMA warp: issues every product.
 
 The scores of block i + 1 are issued between the two P V of block i, so the softmax groups run half a period apart.
+The first query tile may start a block later than the second, and end some later: see mask.halves.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import const_expr
 
-from jax_fa4.kernels.common.ring import Place, start, step, wait
+from jax_fa4.kernels.common.ring import step, wait
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.fwd import operands
-from jax_fa4.kernels.sm100.sync import after_wait, commit, wait_pair
+from jax_fa4.kernels.sm100.fwd.work import fresh, place_of
+from jax_fa4.kernels.sm100.sync import after_wait, wait_pair
 
 
 @cute.jit
@@ -26,8 +28,8 @@ def _scores(ctx, s: cutlass.Constexpr, at):
 
 
 @cute.jit
-def _output(ctx, s: cutlass.Constexpr, at, round, adds, barrier):
-    """O_s += P_s V, then a commit to `barrier`. The last quarter of P may still be on its way when the product starts.
+def _output(ctx, s: cutlass.Constexpr, at, round, adds):
+    """O_s += P_s V. The last quarter of P may still be on its way when the product starts.
 
     adds: whether O holds something already. The first product overwrites, so O is never cleared.
     """
@@ -43,52 +45,77 @@ def _output(ctx, s: cutlass.Constexpr, at, round, adds, barrier):
     there = steps * plan.early // 4
     cute.arch.mbarrier_wait(ctx.full["probs"] + s, round & 1)
     after_wait()
-    umma.issue(to, p, v, idesc, umma.TENSOR, (0, there), adds, barrier if plan.early == 4 else None)
+    umma.issue(to, p, v, idesc, umma.TENSOR, (0, there), adds, None)
     if const_expr(plan.early < 4):
         cute.arch.mbarrier_wait(ctx.full["rest"] + s, round & 1)
         after_wait()
-        umma.issue(to, p, v, idesc, umma.TENSOR, (there, steps), 1, barrier)
+        umma.issue(to, p, v, idesc, umma.TENSOR, (there, steps), 1, None)
 
 
-def _fresh(at):
-    """The same place, of which the compiler knows nothing.
+@cute.jit
+def _signal(ctx, barrier):
+    """`barrier`, in each CTA of a pair, completes when every product that was issued so far has."""
+    with cute.arch.elect_one():
+        umma.signal(barrier, ctx.plan.ctas)
 
-    With two stages it finds out that K is always in stage 0, hoists every descriptor and address of every step out of
-    the loop, and spills 352 bytes at depth 192 (0 with this; ptxas of DSL 4.8.1, 2026-11-29).
-    """
-    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[at.index])
-    return Place(copy, at.phase)
+
+@cute.jit
+def _free_queries(ctx):
+    """The last product that reads Q is issued."""
+    if const_expr(ctx.plan.workers > 0):
+        for s in cutlass.range_constexpr(2):
+            _signal(ctx, ctx.empty["q"] + s)
 
 
 @cute.jit
 def multiply(ctx):
     plan = ctx.plan
     full, empty = ctx.full["kv"], ctx.empty["kv"]
-    at = start(0)
+    blocks, lead, second = ctx.blocks, ctx.lead, ctx.blocks - ctx.trail
+    at = place_of(ctx, 0, 0)
     wait(full, at)
     for s in cutlass.range_constexpr(2):
-        cute.arch.mbarrier_wait(ctx.full["q"] + s, 0)
-        _scores(ctx, s, at)
+        cute.arch.mbarrier_wait(ctx.full["q"] + s, ctx.turn & 1)
+        if const_expr(s == 1):
+            _scores(ctx, s, at)
+        elif lead == 0:
+            _scores(ctx, s, at)
     if const_expr(not plan.pair):
-        commit(empty + at.index)
-    (wait_pair if plan.pair else cute.arch.mbarrier_wait)(
-        ctx.full["edge"], 0
-    )  # behind the scores of the first block, so it is not waited for
-    for i in cutlass.range(ctx.blocks - 1, unroll=1):
+        _signal(ctx, empty + at.index)
+    if blocks == 1:
+        _free_queries(ctx)
+    # Behind the first scores, so it is not waited for.
+    (wait_pair if plan.pair else cute.arch.mbarrier_wait)(ctx.full["edge"], ctx.turn & 1)
+    for i in cutlass.range(blocks, unroll=1):
         v = step(at, plan.stages)
         k = step(v, plan.stages)
+        more = i + 1 < blocks
         wait(full, v)
-        for s in cutlass.range_constexpr(2):
-            # A pair frees K behind the next product, as two commits must not follow each other: see umma.signal.
-            free = (empty + v.index) if s else (empty + at.index if plan.pair else None)
-            _output(ctx, s, v, i, i > 0, free)
-            if const_expr(s == 0):
-                wait(full, k)
-            _scores(ctx, s, k)
-        if const_expr(not plan.pair):
-            commit(empty + k.index)
-        at = _fresh(k)
-    v = step(at, plan.stages)
-    wait(full, v)
-    for s in cutlass.range_constexpr(2):
-        _output(ctx, s, v, ctx.blocks - 1, ctx.blocks > 1, ctx.full["acc"] + s)
+        if i >= lead:
+            _output(ctx, 0, v, ctx.rounds[0] + i - lead, i > lead)
+            if i + 1 == blocks:
+                _signal(ctx, ctx.full["acc"])
+        if more:
+            if const_expr(plan.pair):  # behind a product, as two commits must not follow each other: see umma.signal
+                _signal(ctx, empty + at.index)
+            wait(full, k)
+            _scores(ctx, 0, k)
+        if i < second:
+            _output(ctx, 1, v, ctx.rounds[1] + i, i > 0)
+            if i + 1 == second:
+                _signal(ctx, ctx.full["acc"] + 1)
+        if more:
+            _signal(ctx, empty + v.index)
+            if i + 1 < second:
+                _scores(ctx, 1, k)
+            if const_expr(not plan.pair):
+                _signal(ctx, empty + k.index)
+            if i + 2 == blocks:
+                _free_queries(ctx)
+        elif const_expr(plan.workers > 0):
+            _signal(ctx, empty + v.index)
+        at = fresh(k)
+    if const_expr(plan.workers > 0):
+        # Not before: the edge warp's next wait is for a stage whose earlier phases, of equal parity, must be over.
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ctx.empty["edge"])

@@ -15,7 +15,7 @@ from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
-TSNK = ("T", "S", "N", "K")
+TSNKB = ("T", "S", "N", "K", "B")
 ARCHS = ("sm_100a", "sm_103a")
 GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
 WARP = 32
@@ -60,6 +60,9 @@ class Plan:
     lazy: float = 8.0  # a row keeps its reference maximum until it grows by more than this, log2 units; 0 = never
     share: Share | None = SHARE  # None = every exponential on MUFU
     registers: tuple[int, int, int] = (192, 80, 48)  # a thread of softmax, of correction, of the other warps
+    workers: int = 0  # CTAs in all, each takes its share of the pairs of query tiles; 0: a CTA for each
+    sections: bool = False  # order of pairs: by length over as many heads as L2 holds; else head by head
+    skips: bool = True  # no half of a pair meets a block that it sees nothing of
     stage_cap: int = 10  # most stages of K and V; tests lower it so that the ring wraps within two blocks
     baked_scale: float | None = None  # for equality proofs only: a constant in place of floats[scale]
     arch: str = "sm_100a"
@@ -84,6 +87,9 @@ class Plan:
         # Weights reach 2^lazy and must stay finite in the 16-bit type.
         assert 0 <= self.lazy <= 15, f"lazy={self.lazy}: weights up to 2^{self.lazy} overflow float16"
         assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
+        assert not (self.workers and self.out_over_q), "the next Q would wait for O to be stored; and it spills"
+        assert not (self.workers and self.pair), "no CTA leaves its pair between two query tiles, nor counts for both"
+        assert not (self.workers and self.segments), "which blocks segments share is found out by the whole CTA"
         check_regions(self.regions)
 
     @property
@@ -171,13 +177,14 @@ class Plan:
         """Of each CTA. In a pair the leader's q, kv, edge, probs and rest are filled from both, and its products signal
         both; what crosses arrives by warps."""
         ctas = self.ctas
+        again = int(self.workers > 0)  # for the next pair of tiles
         join = 2 * GROUP // WARP * ctas if self.pair else 2 * GROUP
         return (
-            Ring("q", "load", "mma", 2, 1, 0, ctas * self.q_bytes),
+            Ring("q", "load", "mma", 2, 1, again, ctas * self.q_bytes),
             # K0 V0 K1 V1 ...; a stage is freed by the commit after the second product that reads it
             Ring("kv", "load", "mma", self.stages, 1, 1, ctas * self.stage_bytes),
             # V's rows past the length in the first visited block are zero
-            Ring("edge", "edge", "mma", 1, ctas, 0, 0),
+            Ring("edge", "edge", "mma", 1, ctas, again, 0),
             # S is complete; freed by `probs`, as the product that overwrites it is issued after the one that reads P
             Ring("scores", "mma", "softmax", 2, 1, 0, 0),
             # the join before P V: the first part of P is stored (softmax) and O is rescaled (correction)
@@ -189,7 +196,7 @@ class Plan:
             # filled through named barriers, a warp of softmax to the warp of correction with the same rows
             Ring("stats", "softmax", "correct", 2, 0, GROUP, 0),
             # O, normalised, in shared memory
-            Ring("final", "correct", "store", 2, GROUP, 0, 0),
+            Ring("final", "correct", "store", 2, GROUP, again, 0),
             # the leader, that the other's half of the first V is there too: its bytes count on the leader's barrier
             *(Ring("landed", "edge", "edge", 1, 1, 0, 0),) * self.pair,
         )
@@ -269,10 +276,12 @@ def bind(plan: Plan, e: dict[str, Any], wide: Callable[[Any], Any] = int) -> tup
         rows_of(buffers["v"], (plan.tile, plan.inner_value // plan.ctas), e, wide, swizzle=2 * plan.value_piece),
         rows_of(buffers["out"], (plan.tile, plan.inner_value), e, wide, store=True),
     )
-    grid = (up(e["T"], 2 * plan.rows) * plan.ctas * e["N"] * e["B"], 1, 1)
+    grid = (plan.workers or up(e["T"], 2 * plan.rows) * plan.ctas * e["N"] * e["B"], 1, 1)
     pointers = ("lse", *(b.name for b in plan.inputs[3:]))
     return (
-        Kernel("forward", grid, plan.threads, maps, cluster=plan.ctas, smem=plan.smem, pointers=pointers, extents=TSNK),
+        Kernel(
+            "forward", grid, plan.threads, maps, cluster=plan.ctas, smem=plan.smem, pointers=pointers, extents=TSNKB
+        ),
     )
 
 
@@ -312,7 +321,7 @@ def paired(plan: Plan) -> Plan:
     registers = PAIR_REGISTERS[plan.band]
     if plan.inner > 128 and not plan.band:
         registers = PAIR_REGISTERS_192
-    return replace(plan, pair=True, registers=registers)
+    return replace(plan, pair=True, registers=registers, workers=0)
 
 
 def pair_pays(plan: Plan, queries: int, keys: int) -> bool:
@@ -325,6 +334,20 @@ def pair_pays(plan: Plan, queries: int, keys: int) -> bool:
         return False
     one, two = max(clocks(plan).values()), max(clocks(paired(plan)).values())
     return 2 * up(queries, 4 * plan.tile) * two < up(queries, 2 * plan.tile) * one
+
+
+SMS = 148  # of a B200; a card with more leaves some idle, one with fewer would do some pairs last and alone
+
+
+def persistent(depth: int, value_depth: int, arch: str) -> dict[str, Any]:
+    """Fields of calls whose pairs of query tiles all take equally long: as many CTAs as SMs share them, so that loads
+    of a pair run beside the end of the one before. At depth 128 the single warps' loops then want 64 registers (244
+    bytes spill with 48), softmax keeps 184, which without a polynomial are too few (36 bytes spill): not on sm_103. Nor
+    where O takes Q's place: no load could run ahead."""
+    tiles = native(depth, value_depth)
+    if tiles == (64, 64):
+        return {"workers": SMS}
+    return {"workers": SMS, "registers": (184, 80, 64)} if tiles == (128, 128) and arch != "sm_103a" else {}
 
 
 def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
@@ -345,11 +368,13 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     ):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell forward has no kernel for it; implementation='xla' computes it")
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"sections": True}
+    if not spec.band and not spec.segments:
+        more = persistent(problem.d, problem.v, arch)
     if spec.soft_cap:
         # Its temporaries want registers, and two more results of MUFU a score. So: the largest share, and a band, which
         # may be unbounded; without one 8 bytes spill.
-        more = {"soft_cap": True, "registers": (208, 56, 40), "band": True}
+        more = {"sections": True, "soft_cap": True, "registers": (208, 56, 40), "band": True}
     plan = Plan(
         problem.dtype,
         problem.d,

@@ -1,4 +1,4 @@
-"""The order in which each role of the forward waits, signals and touches memory, for `blocks` key blocks.
+"""The order in which each role of the forward waits, signals and touches memory, for some pairs of query tiles.
 
 Of one CTA, or of the two of a pair: then names end with the CTA's rank.
 
@@ -8,7 +8,7 @@ searches it for deadlock and overwriting before anything is compiled.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_fa4.kernels.sm100.events import Arrive, Event, Protocol, Read, Recorder, Wait, Write, ring_counts
 from jax_fa4.kernels.sm100.fwd.plan import WARP, Plan
@@ -32,12 +32,46 @@ def _counts(plan: Plan) -> dict[tuple, int]:
     return {b: n for b, n in each.items() if b[0] != "free"} | {("free",): 2 * (3 * WARPS + 4)}  # all warps of both
 
 
-class _Forward:
-    """The agents of one CTA; `r` and `pipe` are those of the pair."""
+class Pair(NamedTuple):
+    """One pair of query tiles: as in mask.py."""
 
-    def __init__(self, plan: Plan, blocks: int, r: Recorder, rank: int | None = None):
-        self.plan, self.blocks, self.r, self.rank = plan, blocks, r, rank
+    blocks: int
+    lead: int = 0
+    trail: int = 0
+
+    def of(self, s: int) -> tuple[int, int]:
+        """[first, last) of the blocks that tile s takes."""
+        return (self.lead, self.blocks) if s == 0 else (0, self.blocks - self.trail)
+
+
+class _Forward:
+    """The agents of one CTA; `r` and `pipe` are those of the pair. `uses`, `rounds` and `turn` count what earlier pairs
+    of query tiles took."""
+
+    def __init__(self, plan: Plan, pairs: tuple[Pair, ...], r: Recorder, rank: int | None = None):
+        self.plan, self.r, self.rank = plan, r, rank
         self.pipe = self.r.of("tensor pipe")
+        self.again = plan.workers > 0
+        self.turn, self.uses, self.rounds = 0, 0, [0, 0]
+        for pair in pairs:
+            assert 0 <= min(pair[1:]) and max(pair[1:]) < pair.blocks, pair
+            self.now, self.last = pair, self.turn + 1 == len(pairs)
+            self.play()
+            self.turn, self.uses = self.turn + 1, self.uses + 2 * pair.blocks
+            self.rounds = [r + b - a for s, r in enumerate(self.rounds) for a, b in [pair.of(s)]]
+
+    def play(self) -> None:
+        self.load()
+        self.edge()
+        self.mma()
+        for w in range(WARPS):
+            for s in range(2):
+                self.softmax(s, w)
+            self.correct(w)
+        self.store()
+
+    def round(self, s: int, block: int) -> int:
+        return self.rounds[s] + block - self.now.of(s)[0]
 
     @property
     def leads(self) -> bool:
@@ -62,7 +96,8 @@ class _Forward:
         return Arrive(barrier, phase, 1 if self.plan.pair else WARP)
 
     def use(self, which: int) -> tuple[int, int]:
-        """(stage, how often the stage was used before) of K or V number `which` in K0 V0 K1 ..."""
+        """(stage, how often the stage was used before) of the pair's K or V number `which` in K0 V0 K1 ..."""
+        which += self.uses
         return which % self.plan.stages, which // self.plan.stages
 
     def fetched(self, by: list[Event], barrier: tuple, phase: int, write: Write) -> None:
@@ -74,19 +109,23 @@ class _Forward:
         copy += [write, Arrive(barrier, phase)]
 
     def load(self) -> None:
-        me, stages = self.of("load"), self.plan.stages
-        for which in range(2 * self.blocks):
+        me, stages, tiles = self.of("load"), self.plan.stages, 2 * self.now.blocks
+        for which in range(tiles):
             stage, before = self.use(which)
             me.append(Wait(self.at("kv", "empty", stage), before - 1))
             # Even versions are loads, odd ones the zeroed edge.
             self.fetched(me, self.at("kv", "full", stage), before, Write(self.at("kv", stage), 2 * before))
             if which == 0:
                 for s in range(2):
-                    self.fetched(me, self.at("q", "full", s), 0, Write(self.at("q", s), 0))
-        if self.plan.pair:
-            for which in range(2 * self.blocks, 2 * self.blocks + stages - 2):
-                stage, before = self.use(which)
-                me.append(Wait(self.at("kv", "empty", stage), before - 1))
+                    if self.again:
+                        me.append(Wait(("q", "empty", s), self.turn - 1))
+                    self.fetched(me, self.at("q", "full", s), self.turn, Write(self.at("q", s), self.turn))
+        drained = stages - 2 if self.plan.pair else stages if self.again and self.last else 0
+        for which in range(tiles, tiles + drained):
+            stage, before = self.use(which)
+            me.append(Wait(self.at("kv", "empty", stage), before - 1))
+        if self.again and self.last:
+            me += [Wait(("q", "empty", s), self.turn) for s in range(2)]
         self.leave(me)
 
     def leave(self, me: list[Event]) -> None:
@@ -95,15 +134,17 @@ class _Forward:
             me += [Arrive(("free",), 0), Wait(("free",), 0)]
 
     def edge(self) -> None:
-        stage, _ = self.use(1)
+        stage, before = self.use(1)
         me = self.of("edge")
+        if self.again:
+            me.append(Wait(("edge", "empty", 0), self.turn - 1))
         if self.leads:
-            me.append(Wait(self.at("kv", "full", stage), 0))
+            me.append(Wait(self.at("kv", "full", stage), before))
             if self.plan.pair:
                 me.append(Arrive(("landed", "full", 0, 1 - self.rank), 0))
         else:
             me.append(Wait(self.at("landed", "full", 0), 0))
-        me += [Write(self.at("kv", stage), 1), Arrive(self.at("edge", "full", 0), 0)]
+        me += [Write(self.at("kv", stage), 2 * before + 1), Arrive(self.at("edge", "full", 0), self.turn)]
         self.leave(me)
 
     # The tensor pipe is one of both CTAs of a pair: what it touches it touches in each.
@@ -112,34 +153,35 @@ class _Forward:
 
     def scores(self, me: list[Event], s: int, block: int) -> None:
         stage, before = self.use(2 * block)
+        round = self.round(s, block)
         self.r.start(me, self.pipe)
-        self.touch(Read, ("q", s), 0)
+        self.touch(Read, ("q", s), self.turn)
         self.touch(Read, ("kv", stage), 2 * before)
         for w in range(WARPS):
-            self.touch(Write, ("s low", s, w), block)
+            self.touch(Write, ("s low", s, w), round)
             for i in range(4):  # P's quarters lie over S
-                self.touch(Write, ("p", s, w, i), 2 * block)
-        self.signal(("scores", "full", s), block)
+                self.touch(Write, ("p", s, w, i), 2 * round)
+        self.signal(("scores", "full", s), round)
 
     def signal(self, barrier: tuple, phase: int) -> None:
         self.pipe += [Arrive(b, phase) for b in self.everywhere(*barrier)]
 
     def output(self, me: list[Event], s: int, block: int) -> None:
-        early = self.plan.early
+        early, round = self.plan.early, self.round(s, block)
         stage, before = self.use(2 * block + 1)
-        me.append(Wait(self.at("probs", "full", s), block))
+        me.append(Wait(self.at("probs", "full", s), round))
         for quarters in (range(early), range(early, 4)):
             if not quarters:
                 continue
             if quarters[0]:
-                me.append(Wait(self.at("rest", "full", s), block))
+                me.append(Wait(self.at("rest", "full", s), round))
             self.r.start(me, self.pipe)
             self.touch(Read, ("kv", stage), 2 * before + (block == 0))
             for w in range(WARPS):
                 for i in quarters:
-                    self.touch(Read, ("p", s, w, i), 2 * block + 1)
+                    self.touch(Read, ("p", s, w, i), 2 * round + 1)
         for w in range(WARPS):
-            self.touch(Write, ("o", s, w), 2 * block)
+            self.touch(Write, ("o", s, w), 2 * round)
 
     def commit(self, me: list[Event], barrier: tuple, phase: int) -> None:
         self.r.start(me, self.pipe)
@@ -149,113 +191,171 @@ class _Forward:
         me, pair = self.of("mma"), self.plan.pair
         if self.leads:
             self.multiply(me, pair)
+        if not self.last:
+            return
         if pair:
             self.leave(me)
         else:
             me += [Arrive(("free",), 0), Wait(("free",), 0)]
         me.append(Write(self.at("tmem"), 1))
 
-    def multiply(self, me: list[Event], pair: bool) -> None:
-        me.append(Wait(self.at("kv", "full", 0), 0))
-        for s in range(2):
-            me.append(Wait(self.at("q", "full", s), 0))
-            self.scores(me, s, 0)
-        if not pair:
-            self.commit(me, ("kv", "empty", 0), 0)
-        me.append(Wait(self.at("edge", "full", 0), 0))
-        for i in range(self.blocks):
-            (now, had), (v, before), (k, k_before) = (self.use(2 * i + j) for j in range(3))
-            me.append(Wait(self.at("kv", "full", v), before))
-            last = i == self.blocks - 1
+    def free_queries(self, me: list[Event]) -> None:
+        if self.again:
             for s in range(2):
-                self.output(me, s, i)
-                if last:
-                    self.commit(me, ("acc", "full", s), 0)
-                    continue
-                if s == 1:
-                    self.commit(me, ("kv", "empty", v), before)
-                else:
-                    if pair:
-                        self.commit(me, ("kv", "empty", now), had)
-                    me.append(Wait(self.at("kv", "full", k), k_before))
-                self.scores(me, s, i + 1)
-            if not last and not pair:
-                self.commit(me, ("kv", "empty", k), k_before)
+                self.commit(me, ("q", "empty", s), self.turn)
+
+    def multiply(self, me: list[Event], pair: bool) -> None:
+        blocks, lead, trail = self.now
+        (k, k_before), second = self.use(0), blocks - trail
+        me.append(Wait(self.at("kv", "full", k), k_before))
+        for s in range(2):
+            me.append(Wait(self.at("q", "full", s), self.turn))
+            if s == 1 or lead == 0:
+                self.scores(me, s, 0)
+        if not pair:
+            self.commit(me, ("kv", "empty", k), k_before)
+        if blocks == 1:
+            self.free_queries(me)
+        me.append(Wait(self.at("edge", "full", 0), self.turn))
+        for i in range(blocks):
+            (now, had), (v, before), (k, k_before) = (self.use(2 * i + j) for j in range(3))
+            more = i + 1 < blocks
+            me.append(Wait(self.at("kv", "full", v), before))
+            if i >= lead:
+                self.output(me, 0, i)
+                if not more:
+                    self.commit(me, ("acc", "full", 0), self.turn)
+            if more:
+                if pair:
+                    self.commit(me, ("kv", "empty", now), had)
+                me.append(Wait(self.at("kv", "full", k), k_before))
+                self.scores(me, 0, i + 1)
+            if i < second:
+                self.output(me, 1, i)
+                if i + 1 == second:
+                    self.commit(me, ("acc", "full", 1), self.turn)
+            if more:
+                self.commit(me, ("kv", "empty", v), before)
+                if i + 1 < second:
+                    self.scores(me, 1, i + 1)
+                if not pair:
+                    self.commit(me, ("kv", "empty", k), k_before)
+                if i + 2 == blocks:
+                    self.free_queries(me)
+            elif self.again:
+                self.commit(me, ("kv", "empty", v), before)
+        if self.again:
+            me.append(Arrive(("edge", "empty", 0), self.turn))
 
     def softmax(self, s: int, w: int) -> None:
-        me, plan = self.of("softmax", s, w), self.plan
-        for i in range(self.blocks):
+        me, plan, (first, last) = self.of("softmax", s, w), self.plan, self.now.of(s)
+        if self.again:
+            me.append(Wait(("stats", "empty", s), self.rounds[s] + self.turn - 1))
+        for block in range(first, last):
+            i = self.round(s, block)
+            spent = i + self.turn
             me += [Wait(self.at("scores", "full", s), i), Read(self.at("s low", s, w), i)]
             me += [Read(self.at("p", s, w, j), 2 * i) for j in range(4)]
-            me += [Write(self.at("stats", s, w), i), Arrive(self.at("hand", s, w), i)]
+            me += [Write(self.at("stats", s, w), spent), Arrive(self.at("hand", s, w), spent)]
             for j in range(4):
                 me.append(Write(self.at("p", s, w, j), 2 * i + 1))
                 if j == plan.early - 1:
                     me.append(self.warp_arrives(self.at("probs", "full", s), i))
             if plan.early < 4:
                 me.append(Arrive(self.at("rest", "full", s), i))
-            me.append(Wait(self.at("stats", "empty", s), i))
-        me += [Write(self.at("stats", s, w), self.blocks), Arrive(self.at("hand", s, w), self.blocks)]
+            me.append(Wait(self.at("stats", "empty", s), spent))
+        final = self.final(s)
+        me += [Write(self.at("stats", s, w), final), Arrive(self.at("hand", s, w), final)]
         self.leave(me)
 
-    def correct(self, w: int) -> None:
+    def final(self, s: int) -> int:
+        """Number of the hand-over of sum and maximum."""
+        return self.round(s, self.now.of(s)[1]) + self.turn
+
+    def synced(self, w: int, s: int, phase: int) -> None:
+        hand = self.at("hand", s, w)
+        self.of("correct", w).extend((Arrive(hand, phase), Wait(hand, phase)))
+
+    def freed(self, w: int, s: int, phase: int) -> None:
+        self.of("correct", w).append(Arrive(self.at("stats", "empty", s), phase, WARP))
+
+    def take(self, w: int, s: int, block: int) -> None:
+        """S of this block is there, so the product of the block before is done: same pipe."""
+        i = self.round(s, block)
         me = self.of("correct", w)
+        me += [Read(self.at("stats", s, w), i + self.turn), Write(self.at("o", s, w), 2 * i - 1)]
+        me.append(self.warp_arrives(self.at("probs", "full", s), i))
 
-        def synced(s: int, phase: int) -> None:
-            me.extend((Arrive(self.at("hand", s, w), phase), Wait(self.at("hand", s, w), phase)))
+    def correct(self, w: int) -> None:
+        me, (blocks, lead, trail) = self.of("correct", w), self.now
+        second = blocks - trail
 
-        def freed(s: int, phase: int) -> None:
-            me.append(Arrive(self.at("stats", "empty", s), phase, WARP))
+        def phase(s: int, block: int) -> int:
+            return self.round(s, block) + self.turn
 
-        me += [self.warp_arrives(self.at("probs", "full", s), 0) for s in range(2)]
+        if self.turn == 0:
+            me += [self.warp_arrives(self.at("probs", "full", s), 0) for s in range(2)]
+        if lead == 0:
+            self.synced(w, 0, phase(0, 0))
+            self.freed(w, 0, phase(0, 0))
+        self.synced(w, 1, phase(1, 0))
+        for i in range(1, blocks):
+            self.synced(w, 0, phase(0, i))
+            if i > lead:
+                self.take(w, 0, i)
+            if i <= second:
+                self.freed(w, 1, phase(1, i - 1))
+            if i < second:
+                self.synced(w, 1, phase(1, i))
+                self.take(w, 1, i)
+            self.freed(w, 0, phase(0, i))
+        if trail == 0:
+            self.freed(w, 1, phase(1, blocks - 1))
         for s in range(2):
-            synced(s, 0)
-            if s == 0:
-                freed(0, 0)
-        for i in range(1, self.blocks):
-            for s in range(2):
-                synced(s, i)
-                # S of block i is there, so the product of block i - 1 is done: same pipe
-                me += [Read(self.at("stats", s, w), i), Write(self.at("o", s, w), 2 * i - 1)]
-                me.append(self.warp_arrives(self.at("probs", "full", s), i))
-                freed(1 - s, i - (s == 0))
-        freed(1, self.blocks - 1)
-        for s in range(2):
-            synced(s, self.blocks)
-            me += [Read(self.at("stats", s, w), self.blocks), Wait(self.at("acc", "full", s), 0)]
-            me += [Read(self.at("tmem"), 0), Read(self.at("o", s, w), 2 * self.blocks - 2)]
-            me += [self.out(Write, s), Arrive(self.at("final", "full", s), 0, WARP)]
+            self.finish(w, s)
         if self.plan.pair:
             self.leave(me)
-        else:
+        elif self.last:
             me.append(Arrive(("free",), 0))
+
+    def finish(self, w: int, s: int) -> None:
+        me, final = self.of("correct", w), self.final(s)
+        self.synced(w, s, final)
+        me.append(Read(self.at("stats", s, w), final))
+        if self.again:
+            self.freed(w, s, final)
+            me.append(Wait(("final", "empty", s), self.turn - 1))
+        me += [Wait(self.at("acc", "full", s), self.turn), Read(self.at("tmem"), 0)]
+        me.append(Read(self.at("o", s, w), 2 * (final - self.turn) - 2))
+        if not self.last:
+            me.append(Arrive(("probs", "full", s), final - self.turn, WARP))
+        me += [self.out(Write, s), Arrive(self.at("final", "full", s), self.turn, WARP)]
 
     def out(self, kind: type, s: int) -> Event:
         """Access to a tile of O in shared memory, which may have been Q's place."""
-        return kind(self.at("q" if self.plan.out_over_q else "out", s), 1)
+        return kind(self.at("q" if self.plan.out_over_q else "out", s), self.turn + 1)
 
     def store(self) -> None:
         me = self.of("store")
+        copies = []
         for s in range(2):
-            me.append(Wait(self.at("final", "full", s), 0))
-            copy = self.of("store", s)
+            me.append(Wait(self.at("final", "full", s), self.turn))
+            copy = self.of("store", self.turn, s)
             self.r.start(me, copy)
             copy.append(self.out(Read, s))
+            copies.append(copy)
+        if self.again:
+            for copy in copies:
+                self.r.start(copy, me)  # the wait for its group
+            me += [Arrive(("final", "empty", s), self.turn) for s in range(2)]
         self.leave(me)
 
 
-def protocol(plan: Plan, blocks: int) -> Protocol:
-    """Every agent of one CTA, or of a pair, that visits `blocks` >= 1 key blocks."""
+def protocol(plan: Plan, *pairs: Pair | int) -> Protocol:
+    """Every agent of one CTA, or of a pair of CTAs, that takes these pairs of query tiles one after the other; a number
+    is a pair of so many blocks."""
+    assert plan.workers or len(pairs) == 1, pairs
     recorder = Recorder(_counts(plan))
     for rank in range(plan.ctas) if plan.pair else (None,):
-        f = _Forward(plan, blocks, recorder, rank)
-        f.load()
-        f.edge()
-        f.mma()
-        for s in range(2):
-            for w in range(WARPS):
-                f.softmax(s, w)
-        for w in range(WARPS):
-            f.correct(w)
-        f.store()
+        _Forward(plan, tuple(x if isinstance(x, Pair) else Pair(x) for x in pairs), recorder, rank)
     return recorder.protocol()

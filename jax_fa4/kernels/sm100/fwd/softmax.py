@@ -13,6 +13,7 @@ from jax_fa4.kernels.sm100.fwd.join import join
 from jax_fa4.kernels.sm100.fwd.mask import hide
 from jax_fa4.kernels.sm100.fwd.plan import GROUP
 from jax_fa4.kernels.sm100.fwd.segments import hide_others, own_ids
+from jax_fa4.kernels.sm100.fwd.work import of_tile
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 CHAINS = 4  # independent chains of maxima and of packed sums
@@ -108,30 +109,33 @@ def _weigh(ctx, s, thread, line, top):
 def softmax(ctx):
     plan = ctx.plan
     s, thread = ctx.warp // 4, ctx.thread % GROUP
-    slot, stats = (
-        s * GROUP + thread,
-        ctx.stats,
-    )  # bound here: a store through ctx in a loop would make ctx a carried value
+    # Bound here: a store through ctx in a loop would make ctx a carried value.
+    slot, stats = s * GROUP + thread, ctx.stats
     mine = 1 + ctx.warp  # named barrier of this warp and the correction warp with the same rows
+    row = query_tile(ctx, s) * plan.tile + thread
+    round, start = of_tile(ctx.rounds, s), of_tile((ctx.last - 1 - ctx.lead, ctx.last - 1), s)
+    spent = round + ctx.turn  # phases of `stats`: one a block, one a pair
+    own = own_ids(ctx, row) if const_expr(plan.segments) else None
     peak, total = -Float32.inf, Float32(0)
-    own = own_ids(ctx, query_tile(ctx, s) * plan.tile + thread) if const_expr(plan.segments) else None
-    for i in cutlass.range(ctx.blocks, unroll=1):
-        cute.arch.mbarrier_wait(ctx.full["scores"] + s, i & 1)
+    if const_expr(plan.workers > 0):  # the last pair's sum and maximum were read
+        cute.arch.mbarrier_wait(ctx.empty["stats"] + s, (spent & 1) ^ 1)
+    for i in cutlass.range(ctx.blocks - of_tile((ctx.lead, ctx.trail), s), unroll=1):
+        cute.arch.mbarrier_wait(ctx.full["scores"] + s, (round + i) & 1)
         after_wait()
         line = tmem.read(ctx.tmem + plan.at("s", s), plan.tile, thread)
         tmem.loaded()
         if const_expr(plan.soft_cap):
             _cap(line, ctx.before)
-        hide(ctx, s, thread, ctx.last - 1 - i, line)
+        hide(ctx, s, thread, start - i, line)
         if const_expr(plan.segments):
-            hide_others(ctx, ctx.last - 1 - i, line, own)
+            hide_others(ctx, start - i, line, own)
         peak, factor = _move(plan, peak, _row_max(line, peak), ctx.scale)
         stats[slot] = factor
         cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)
         _weigh(ctx, s, thread, line, peak)
-        cute.arch.mbarrier_wait(ctx.empty["stats"] + s, i & 1)
+        cute.arch.mbarrier_wait(ctx.empty["stats"] + s, (spent + i) & 1)
         total = _row_sum(line, total * factor)  # the float32 weights, not the rounded ones; off the critical path
-    past = query_tile(ctx, s) * plan.tile + thread >= ctx.band.q_len
+    past = row >= ctx.band.q_len
     stats[slot] = Float32(0) if past else total
     stats[2 * GROUP + slot] = -Float32.inf if past else peak
     cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)

@@ -1,0 +1,119 @@
+"""Which pairs of query tiles a CTA takes, in which order, and what its roles must know of the earlier ones.
+
+Signals alternate in parity, and stages come round, across all pairs of a CTA. So every role counts what came before its
+pair (`turn`, `uses`, `rounds`) in the one loop below, and no role moves state of its own from one pair to the next.
+"""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.parts import ITEM_BYTES
+from jax_fa4.kernels.common.ring import Place
+from jax_fa4.kernels.common.tiles import dealt, sectioned, share, up, work_item
+from jax_fa4.kernels.sm100.fwd.mask import halves, visited
+from jax_fa4.mask import Band
+
+SECTION_BYTES = 60 << 20  # of K and V that are met together: half of the 126 MB of L2 of a B200
+
+
+def example_band(plan, ints, batch, queries, keys):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]; no sides in a plan without a band."""
+    mine = VALUES.example(batch)
+    q_len = cutlass.max(cutlass.min(ints[mine + VALUES.q_len], queries), 0)
+    kv_len = cutlass.max(cutlass.min(ints[mine + VALUES.kv_len], keys), 0)
+    if not plan.band:
+        return Band(None, None, None, q_len, kv_len)
+    return Band(ints[VALUES.left], ints[VALUES.right], ints[mine + VALUES.offset], q_len, kv_len)
+
+
+def item(ctx, index):
+    """(pair of tiles, head, batch) of the index-th pair of the call."""
+    plan, tiles = ctx.plan, up(ctx.queries, 2 * ctx.plan.rows)
+    if const_expr(plan.sections):
+        line_bytes = ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)
+        kept = cutlass.max(SECTION_BYTES // line_bytes // ctx.keys, 1)  # key heads; never 2^31 bytes
+        lines = ctx.heads * ctx.batches
+        tile, line = sectioned(index, tiles, lines, kept * ctx.group, plan.band, cutlass.min)
+        return tile, line % ctx.heads, line // ctx.heads
+    return work_item(index, tiles, ctx.heads, plan.band)
+
+
+def place(ctx, index, given):
+    """The context of the index-th pair. given: (ints, q_segments, kv_segments, lse, space)."""
+    plan = ctx.plan
+    ints, q_segments, kv_segments, lse, space = given
+    tile, head, batch = item(ctx, index)
+    band, segments = example_band(plan, ints, batch, ctx.queries, ctx.keys), None
+    if const_expr(plan.segments):
+        segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
+    last, blocks = visited(plan, tile, band, segments, space)
+    lead, trail = halves(plan, tile, band, last, blocks)
+    return replace(
+        ctx,
+        tile=tile,
+        head=head,
+        kv_head=head // ctx.group,
+        batch=batch,
+        last=last,
+        blocks=blocks,
+        lead=lead,
+        trail=trail,
+        band=band,
+        segments=segments,
+        lse=lse + (batch.to(Int64) * ctx.heads + head) * ctx.queries,
+    )
+
+
+@cute.jit
+def work(ctx, given, role: cutlass.Constexpr):
+    """A role's part of all pairs of this CTA."""
+    plan = ctx.plan
+    cta = cute.arch.block_idx()[0]
+    total = up(ctx.queries, 2 * plan.rows) * ctx.heads * ctx.batches
+    mine = share(total, plan.workers, cta, 1, cutlass.min, cutlass.max)
+    uses, first, second = Int32(0), Int32(0), Int32(0)
+    for n in cutlass.range(mine, unroll=1):
+        earlier = replace(ctx, turn=n, turns=mine, uses=uses, rounds=(first, second))
+        one = place(earlier, dealt(n, plan.workers, cta, 1), given)
+        role(one)
+        uses = uses + 2 * one.blocks
+        first, second = first + one.blocks - one.lead, second + one.blocks - one.trail
+
+
+def of_tile(pair, s):
+    """pair[s] where s may be a run-time integer."""
+    return pair[0] + (pair[1] - pair[0]) * s
+
+
+def place_of(ctx, more, parity):
+    """The place of K and V number `more` of this pair in their ring; parity: 0 for who empties it, 1 for who fills."""
+    if const_expr(ctx.plan.workers == 0):
+        return Place(Int32(more % ctx.plan.stages), Int32(more // ctx.plan.stages & 1 ^ parity))
+    uses = ctx.uses + more
+    return fresh(Place(uses % ctx.plan.stages, uses // ctx.plan.stages & 1 ^ parity))
+
+
+def fresh(at):
+    """The same place, of which the compiler knows nothing.
+
+    With two stages it finds out that K is always in stage 0, hoists every descriptor and address of every step out of
+    the loop, and spills 352 bytes at depth 192 (0 with this; ptxas of DSL 4.8.1, 2026-11-29).
+    """
+    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[at.index])
+    return Place(copy, at.phase)
+
+
+def scales(plan, floats):
+    """(factor of scores to the exponent in tanh or None, factor to log2 units)."""
+    log2e = 1.4426950408889634
+    if const_expr(plan.baked_scale is not None):
+        return None, Float32(plan.baked_scale * log2e)
+    scale = floats[VALUES.scale]
+    if const_expr(plan.soft_cap):
+        cap = floats[VALUES.soft_cap]
+        return 2 * log2e * scale / cap, cap * log2e
+    return None, scale * log2e
