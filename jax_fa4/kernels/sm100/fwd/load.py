@@ -62,7 +62,7 @@ def load(ctx):
         _fetch(rank, v, which, at.index, full + at.index, plan.value_bytes)
         at = step(at, plan.stages)
     if const_expr(plan.workers > 0):
-        _drain(ctx, at)
+        at = _drain(ctx, at)
     if const_expr(plan.pair):
         # No signal of the leader is under way to a CTA that has gone; the last K and V are not freed.
         for _ in cutlass.range(plan.stages - 2, unroll=1):
@@ -79,3 +79,4 @@ def _drain(ctx, at):
             at = step(at, ctx.plan.stages)
         for s in cutlass.range_constexpr(2):
             cute.arch.mbarrier_wait(ctx.empty["q"] + s, ctx.turn & 1)
+    return at
