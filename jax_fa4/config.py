@@ -31,6 +31,8 @@ class Settings:
 
 
 _context = jax.make_user_context(default_value=Settings())
+# The process-wide value: jax 0.10.0 has no public way to set it, but the same object inside.
+_process: Any = _context if hasattr(_context, "set_global") else _context._obj
 
 
 class Config:
@@ -58,7 +60,7 @@ class Config:
 
     def update(self, **changes: Any) -> None:
         """Changes settings for the whole process; unknown names are refused."""
-        _context.set_global(self._changed(_context.get_global(), changes))
+        _process.set_global(self._changed(_process.get_global(), changes))
 
     @contextmanager
     def __call__(self, **changes: Any) -> Iterator[Settings]:

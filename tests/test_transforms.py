@@ -335,7 +335,9 @@ def test_remat_policies_on_our_names_avoid_the_second_forward():
             print_saved_residuals(block, q, k, v)
         saved[name] = text.getvalue()
     assert forwards == {"none": 2, "ours": 1}
-    assert "x.out" in saved["ours"] and "x.lse" in saved["ours"] and "x.out" not in saved["none"]
+    # jax 0.10.0 says "output of reduce_precision" of the first, which it wraps so
+    kept = {name: sum("x." in r or "reduce_precision" in r for r in text.splitlines()) for name, text in saved.items()}
+    assert kept == {"none": 0, "ours": 2} and "x.lse" in saved["ours"]
     close(grads["ours"], grads["none"])
     close(grads["none"], jax.grad(lambda *x: jnp.sum(layer(*x) * dout), (0, 1, 2))(q, k, v))
 
