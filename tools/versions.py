@@ -21,11 +21,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What depends on jax: transforms, sharding, export, the FFI call, Flax modules. Compilers and emulators do not.
-TESTS = (
-    "tests/test_api.py", "tests/test_call.py", "tests/test_reference.py", "tests/test_transforms.py",
-    "tests/test_sharding.py", "tests/test_context_parallel.py", "tests/test_export.py", "tests/test_flax_modules.py", "tests/test_flax_masks.py",
-    "tests/test_flax_decode.py", "tests/test_public_failures.py",
-)  # fmt: skip
+TESTS = tuple(
+    f"tests/test_{name}.py"
+    for name in (
+        "api",
+        "call",
+        "reference",
+        "transforms",
+        "sharding",
+        "context_parallel",
+        "export",
+        "flax_modules",
+        "flax_masks",
+        "flax_decode",
+        "public_failures",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ def run(environment: Environment, folder: Path, tests: list[str]) -> tuple[str, 
     subprocess.run([inside, "-m", "pip", "install", "-q", "--upgrade", *environment.pins, f"{ROOT}[test]"], check=True)
     subprocess.run([inside, "-m", "pip", "check"], check=True)
     subprocess.run([inside, "-m", "pip", "uninstall", "-q", "-y", "jax_fa4"], check=True)  # the tree is what is tested
-    say = "import jax, flax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
+    say = "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
     versions = subprocess.run([inside, "-c", say], capture_output=True, text=True, check=True).stdout.strip()
     began = time.perf_counter()
     command = [inside, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *tests]
@@ -83,7 +94,9 @@ def run(environment: Environment, folder: Path, tests: list[str]) -> tuple[str, 
     if done.returncode:
         print(done.stdout[-4000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
     last = (done.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
-    return f"{environment.name}: {versions}: {last} ({time.perf_counter() - began:.0f} s)", int(done.returncode != 0)
+    return f"{environment.name}: Python {versions}: {last} ({time.perf_counter() - began:.0f} s)", int(
+        done.returncode != 0
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
