@@ -41,10 +41,10 @@ def limits(ctx, key, query):
 
 @cute.jit
 def hide(plan: cutlass.Constexpr, line, column: cutlass.Constexpr, bounds):
-    """-inf outside the bounds; `line` holds WORD scores from `column` on."""
+    """-inf outside the bounds; `line` holds scores from `column` on, WORD at most."""
     begin, end = bounds
     keep = ~_from(end - column)
     if const_expr(plan.band):
         keep = keep & _from(begin - column)
-    for j in cutlass.range_constexpr(WORD):
+    for j in cutlass.range_constexpr(cute.size(line)):
         line[j] = line[j] if (keep & (1 << j)) != 0 else -Float32.inf

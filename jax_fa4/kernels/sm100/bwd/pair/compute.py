@@ -1,8 +1,8 @@
 """The compute warpgroups: P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta); finally dK and dV leave.
 
-A thread has one key, which is its lane of tensor memory, and 64 of the 128 queries: those of group g are
-[32 g, 32 g + 32) and 64 more than these. CTA r of the pair sums dQ of the queries of group r: so of each CTA's dS one
-group's stays and the other's is sent, a warp's part as soon as that warp has it.
+A thread has one key, which is its lane of tensor memory, and every other unit of the queries, see plan.unit. CTA r of
+the pair sums dQ of the queries of group r: so of each CTA's dS one group's stays and the other's is sent, a warp's part
+as soon as that warp has it.
 """
 
 import cutlass
@@ -15,7 +15,7 @@ from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
 from jax_fa4.kernels.sm100.bwd.pair.pipe import arrive_leader
-from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, INNER, WARP, WORD
+from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
 from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
@@ -26,11 +26,11 @@ CHUNK = 8  # 16-bit numbers of one 16-byte store
 
 @cute.jit
 def _statistics(ctx, at, which: cutlass.Constexpr, first):
-    """WORD statistics, LSE in base 2 (0) or delta (1), of the queries from `first` on."""
+    """A unit's statistics, LSE in base 2 (0) or delta (1), of the tile's queries from `first` on."""
     n = ctx.plan.tile
-    found = cute.make_rmem_tensor(WORD, Float32)
+    found = cute.make_rmem_tensor(ctx.plan.unit, Float32)
     source = (ctx.held + (at.index * (2 * n) + which * n + first)).align(16)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WORD)), found)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(ctx.plan.unit)), found)
     return found
 
 
@@ -51,22 +51,24 @@ def _cap(ctx, line):
         line[c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(line[c] * grown, fastmath=True))
 
 
-def _mine(group, i):
-    """The first of the 32 queries, counted in the tile, that are the group's i-th."""
-    return 2 * WORD * i + WORD * group
+def _mine(plan, group, i):
+    """The first query, counted in a part, of the group's unit i."""
+    return plan.unit * (2 * i + group)
 
 
 @cute.jit
-def _weigh(ctx, m, group, thread, stats_at, ids):
+def _weigh(ctx, top, group, thread, stats, ids):
     """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
 
-    ids: (the key's segment, its queries' by lane for each WORD), or None.
+    top: the part's first query. stats: (place in the ring, the part's first query in its tile). ids: (the key's segment,
+    its queries' by lane for each unit), or None.
 
     With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
     stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
     """
     plan = ctx.plan
-    lines = [tmem.read(ctx.tmem + (plan.at("s") + _mine(group, i)), WORD, thread) for i in range(2)]
+    unit = plan.unit
+    lines = [tmem.read(ctx.tmem + (plan.at("s") + _mine(plan, group, i)), unit, thread) for i in range(2)]
     tmem.loaded()
     before_arrive()
     arrive_leader(ctx.empty["scores"])
@@ -75,24 +77,24 @@ def _weigh(ctx, m, group, thread, stats_at, ids):
         for i in cutlass.range_constexpr(2):
             _cap(ctx, lines[i])
         scale = ctx.cap[1] * LOG2_E
-    if not covered(ctx, m):
-        bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + _mine(group, 0))
+    if not covered(ctx, top // plan.tile):
+        bounds = limits(ctx, ctx.tile * plan.tile + thread, top + _mine(plan, group, 0))
         for i in cutlass.range_constexpr(2):
-            hide(plan, lines[i], _mine(0, i), bounds)
+            hide(plan, lines[i], _mine(plan, 0, i), bounds)
     if const_expr(plan.segments):
         for i in cutlass.range_constexpr(2):
             hide_others(lines[i], ids[0], ids[1][i])
     for i in cutlass.range_constexpr(2):
-        part, lse = lines[i], _statistics(ctx, stats_at, 0, _mine(group, i))
-        weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
-        for j in cutlass.range_constexpr(0, WORD, 2):
+        part, lse = lines[i], _statistics(ctx, stats[0], 0, stats[1] + _mine(plan, group, i))
+        weights = cute.make_rmem_tensor(unit, Float32) if const_expr(plan.soft_cap) else part
+        for j in cutlass.range_constexpr(0, unit, 2):
             pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
             for k in cutlass.range_constexpr(2):
                 weights[j + k] = cute.math.exp2(pair[k], fastmath=True)
         _, words = _rounded(plan, weights)
-        tmem.write(ctx.tmem + (plan.at("p") + WORD * group + WORD // 2 * i), words, thread)
+        tmem.write(ctx.tmem + (plan.at("p") + unit * group + unit // 2 * i), words, thread)
         if const_expr(plan.soft_cap):
-            for j in cutlass.range_constexpr(WORD):
+            for j in cutlass.range_constexpr(unit):
                 part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
     tmem.stored()
     before_arrive()
@@ -101,20 +103,20 @@ def _weigh(ctx, m, group, thread, stats_at, ids):
 
 
 @cute.jit
-def _differ(ctx, lines, group, thread, stats_at):
+def _differ(ctx, lines, group, thread, stats):
     """dS^T of the thread, over its own dP^T in tensor memory; given back in 16 bits."""
     plan = ctx.plan
     made = []
     for i in cutlass.range_constexpr(2):
-        slope = tmem.read(ctx.tmem + (plan.at("dp") + _mine(group, i)), WORD, thread)
-        delta = _statistics(ctx, stats_at, 1, _mine(group, i))
+        slope = tmem.read(ctx.tmem + (plan.at("dp") + _mine(plan, group, i)), plan.unit, thread)
+        delta = _statistics(ctx, stats[0], 1, stats[1] + _mine(plan, group, i))
         tmem.loaded()
         part = lines[i]
-        for j in cutlass.range_constexpr(0, WORD, 2):
+        for j in cutlass.range_constexpr(0, plan.unit, 2):
             pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
             part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
         small, words = _rounded(plan, part)
-        tmem.write(ctx.tmem + (plan.at("ds") + WORD * group + WORD // 2 * i), words, thread)
+        tmem.write(ctx.tmem + (plan.at("ds") + plan.unit * group + plan.unit // 2 * i), words, thread)
         made.append(small)
     tmem.stored()
     before_arrive()
@@ -140,42 +142,45 @@ def _send(ctx, warp):
 
 
 @cute.jit
-def _hand_over(ctx, small, group, thread, n):
-    """dS of the thread as a row of 64 queries: kept, or sent to the other CTA."""
-    cute.arch.mbarrier_wait(ctx.full["dq"], (n & 1) ^ 1)  # dQ of the step before has read both places, and the peer's
+def _hand_over(ctx, small, group, thread, n, part: cutlass.Constexpr):
+    """dS of the thread in one part of step n, in its row of 64 queries: kept, or sent to the other CTA."""
+    plan = ctx.plan
+    if const_expr(part == 0):  # dQ of the step before has read both places, and the other CTA's
+        cute.arch.mbarrier_wait(ctx.full["dq"], (n & 1) ^ 1)
     keeps = group == ctx.rank
-    at = cute.arch.make_warp_uniform(cutlass.select_(keeps, ctx.rank * ctx.plan.tile, 0)) + thread
+    at = cute.arch.make_warp_uniform(cutlass.select_(keeps, ctx.rank * plan.tile, 0)) + thread
     base = ctx.parcel.iterator
     if keeps:
         base = ctx.ds.iterator
     chunks = cute.flat_divide(cute.make_tensor(base, ctx.ds.layout), (1, CHUNK))
     for i in cutlass.range_constexpr(2):
-        for j in cutlass.range_constexpr(0, WORD, CHUNK):
+        for j in cutlass.range_constexpr(0, plan.unit, CHUNK):
             source = cute.make_tensor(small[i].iterator + j, cute.make_layout((1, CHUNK)))
-            cute.autovec_copy(source, chunks[None, None, at, (WORD * i + j) // CHUNK])
-    cute.arch.fence_proxy("async.shared", space="cta")
-    if keeps:
-        arrive_leader(ctx.full["square"], True)
-    else:
-        cute.arch.sync_warp()
-        _send(ctx, ctx.warp % 4)
+            cute.autovec_copy(source, chunks[None, None, at, (plan.unit * (2 * part + i) + j) // CHUNK])
+    if const_expr(part == plan.parts - 1):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if keeps:
+            arrive_leader(ctx.full["square"], True)
+        else:
+            cute.arch.sync_warp()
+            _send(ctx, ctx.warp % 4)
 
 
 @cute.jit
 def _lay_down(ctx, name: cutlass.Constexpr, group, thread, factor, alive):
     """The thread's half of its row of dK or dV, in the caller's dtype, into K's or V's place; 0 where nobody looked."""
     plan = ctx.plan
-    width = INNER // 2
+    width, most = plan.depth_of(name) // 2, 32
     chunks = cute.flat_divide(ctx.maps[name][2][None, None, 0], (1, CHUNK))
-    for c in cutlass.range_constexpr(0, width, WORD):
-        line = cute.make_rmem_tensor(WORD, Float32)
+    for c in cutlass.range_constexpr(0, width, most):
+        line = cute.make_rmem_tensor(most, Float32)
         line.fill(0.0)
         if alive:
-            found = tmem.read(ctx.tmem + (plan.at(name) + width * group + c), WORD, thread)
+            found = tmem.read(ctx.tmem + (plan.at(name) + width * group + c), most, thread)
             tmem.loaded()
             line.store(found.load() * factor)
         small, _ = _rounded(plan, line)
-        for j in cutlass.range_constexpr(0, WORD, CHUNK):
+        for j in cutlass.range_constexpr(0, most, CHUNK):
             source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
             cute.autovec_copy(source, chunks[None, None, thread, (width * group + c + j) // CHUNK])
 
@@ -188,18 +193,22 @@ def compute(ctx):
     stats_at, m = start(0), Int32(ctx.first)
     own = key_id(ctx, ctx.tile * plan.tile + thread) if const_expr(plan.segments) else None
     for n in cutlass.range(total, unroll=1):
-        ids = None
-        if const_expr(plan.segments):  # they come while S does
-            ids = (own, [query_ids(ctx, m * plan.tile + _mine(group, i), WORD) for i in range(2)])
-        wait(ctx.full["stats"], stats_at)
-        cute.arch.mbarrier_wait(ctx.full["scores"], n & 1)
-        after_wait()
-        lines = _weigh(ctx, m, group, thread, stats_at, ids)
-        cute.arch.mbarrier_wait(ctx.full["slopes"], n & 1)
-        after_wait()
-        small = _differ(ctx, lines, group, thread, stats_at)
-        arrive(ctx.empty["stats"], stats_at)
-        _hand_over(ctx, small, group, thread, n)
+        for p in cutlass.range_constexpr(plan.parts):
+            u, top, ids = plan.parts * n + p, m * plan.tile + p * plan.span, None
+            if const_expr(plan.segments):  # they come while S does
+                ids = (own, [query_ids(ctx, top + _mine(plan, group, i), plan.unit) for i in range(2)])
+            if const_expr(p == 0):
+                wait(ctx.full["stats"], stats_at)
+            cute.arch.mbarrier_wait(ctx.full["scores"], u & 1)
+            after_wait()
+            stats = (stats_at, p * plan.span)
+            lines = _weigh(ctx, top, group, thread, stats, ids)
+            cute.arch.mbarrier_wait(ctx.full["slopes"], u & 1)
+            after_wait()
+            small = _differ(ctx, lines, group, thread, stats)
+            if const_expr(p == plan.parts - 1):
+                arrive(ctx.empty["stats"], stats_at)
+            _hand_over(ctx, small, group, thread, n, p)
         stats_at = step(stats_at, 2)
         m = m + 1
         if m == ctx.last:
@@ -214,4 +223,4 @@ def compute(ctx):
     cute.arch.barrier(barrier_id=MEET, number_of_threads=2 * GROUP)
     if ctx.warp == plan.COMPUTE:
         for name in ("dk", "dv"):
-            put(views(ctx.maps[name], (plan.tile, INNER), ctx.kv_head, ctx.batch), ctx.tile)
+            put(views(ctx.maps[name], (plan.tile, plan.depth_of(name)), ctx.kv_head, ctx.batch), ctx.tile)

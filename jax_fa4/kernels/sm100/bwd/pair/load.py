@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import start, step, wait
@@ -32,7 +32,7 @@ def load(ctx):
     """Fills the rings k, v, kt, q, stats, dout, doutt and qt, in the order in which products take them.
 
     K and V are brought only for a tile that somebody sees. What a product's result barrier frees is refilled at its
-    phase of the step before; fresh barriers let the first step pass.
+    phase of the part before; fresh barriers let the first one pass.
     """
     plan = ctx.plan
     n, lines = plan.tile, 8 * plan.tile
@@ -44,19 +44,23 @@ def load(ctx):
             begin = (g == 0) & (m == ctx.first)
             if begin:
                 _bring(ctx, "k", ctx.kv_head, ctx.tile, 0)
-            cute.arch.mbarrier_wait(ctx.full["scores"], free)
-            _bring(ctx, "q", head, 2 * m + ctx.rank, 0)
-            wait(ctx.empty["stats"], stats_at)
-            source, to = ctx.stats + (line + m) * (2 * n), ctx.held + stats_at.index * (2 * n)
-            _fetch_line(source, to, ctx.full["stats"] + stats_at.index, lines)
-            if begin:
-                _bring(ctx, "v", ctx.kv_head, ctx.tile, 0)
-            cute.arch.mbarrier_wait(ctx.full["slopes"], free)
-            _bring(ctx, "dout", head, 2 * m + ctx.rank, 0)
-            cute.arch.mbarrier_wait(ctx.empty["doutt"], free)
-            _bring(ctx, "doutt", head, m, ctx.rank)
-            cute.arch.mbarrier_wait(ctx.empty["qt"], free)
-            _bring(ctx, "qt", head, m, ctx.rank)
+            for p in cutlass.range_constexpr(plan.parts):
+                span = plan.parts * m + p
+                cute.arch.mbarrier_wait(ctx.full["scores"], free)
+                _bring(ctx, "q", head, 2 * span + ctx.rank, 0)
+                if const_expr(p == 0):
+                    wait(ctx.empty["stats"], stats_at)
+                    source, to = ctx.stats + (line + m) * (2 * n), ctx.held + stats_at.index * (2 * n)
+                    _fetch_line(source, to, ctx.full["stats"] + stats_at.index, lines)
+                    if begin:
+                        _bring(ctx, "v", ctx.kv_head, ctx.tile, 0)
+                cute.arch.mbarrier_wait(ctx.full["slopes"], free)
+                _bring(ctx, "dout", head, 2 * span + ctx.rank, 0)
+                cute.arch.mbarrier_wait(ctx.empty["doutt"], free)
+                _bring(ctx, "doutt", head, span, ctx.rank)
+                cute.arch.mbarrier_wait(ctx.empty["qt"], free)
+                _bring(ctx, "qt", head, span, ctx.rank)
+                free = free ^ 1
             if begin:
                 _bring(ctx, "kt", ctx.kv_head, ctx.pair, ctx.rank)
-            stats_at, free = step(stats_at, 2), free ^ 1
+            stats_at = step(stats_at, 2)

@@ -17,10 +17,9 @@ from jax_fa4.spec import KERNEL_DTYPES, Problem
 ARCHS = ("sm_100a", "sm_103a")
 GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
 WARP = 32
-WORD = 32  # queries that a compute thread takes at a time
-INNER = 128  # depth of every operand in shared memory: TMA reads what the true one lacks as zeros, and clips stores
+# Depths in shared memory: TMA reads what the true one lacks as zeros, and clips stores. Of values the first only.
+NATIVE_DEPTHS = (128, 192)
 SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every product here
-SLICE = 16  # columns of tensor memory that leave at a time: those of 64 queries by two times 16 of dQ's
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 CAPPED_REGISTERS = (96, 176, 64)
@@ -34,6 +33,9 @@ class PairPlan:
     dK have keys as rows, so each CTA has all of them for its own keys, as without a pair. dQ sums over keys: before it,
     the CTAs exchange halves of dS, so that each has 64 queries by all 256 keys, and then the sum of both for its
     queries. So a pair adds to dQ once where two CTAs would add twice.
+
+    At depth 192 neither shared nor tensor memory holds tiles of 128 queries: a step is done in two parts of 64, but for
+    dQ, of which the pair's product has 128 rows at least.
 
     An operand that is B of two products is brought twice, as B is cut along different axes: by rows for S^T and dP^T
     (q, dout), by depth for dK, dV and dQ (qt, doutt, kt).
@@ -63,7 +65,9 @@ class PairPlan:
     def __post_init__(self) -> None:
         reduce, compute, rest = self.registers
         assert self.arch in ARCHS and self.dtype in KERNEL_DTYPES, self
-        assert all(d % 8 == 0 and SHALLOWEST <= d <= INNER for d in (self.depth, self.value_depth)), self
+        assert self.depth % 8 == self.value_depth % 8 == 0, self
+        assert SHALLOWEST <= self.depth <= NATIVE_DEPTHS[1] and SHALLOWEST <= self.value_depth <= NATIVE_DEPTHS[0], self
+        assert self.parts == 1 or not self.segments, f"segments at depth {self.depth} have no pair form"
         assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
         used = GROUP * (reduce + 2 * compute + rest)
         assert used <= REGISTER_FILE, f"{self.registers} take {used} registers of {REGISTER_FILE}"
@@ -77,20 +81,64 @@ class PairPlan:
         names = ("reduce", "compute", "mma", "load")
         return {name: tuple(range(a, b)) for name, a, b in zip(names, first, first[1:], strict=False)}
 
+    # Shapes --------------------------------------------------------------------------------------------------------
+    @property
+    def inner(self) -> int:
+        """Depth of Q and K in shared memory, of dK and dQ in tensor memory."""
+        return next(d for d in NATIVE_DEPTHS if d >= self.depth)
+
+    @property
+    def inner_value(self) -> int:
+        """Likewise of V, dO and dV."""
+        return NATIVE_DEPTHS[0]
+
+    def depth_of(self, name: str) -> int:
+        """Depth of an operand or gradient in shared memory."""
+        return self.inner_value if name in ("v", "dv", "dout", "doutt") else self.inner
+
+    @property
+    def parts(self) -> int:
+        """Parts of a step, of `span` queries each."""
+        return 2 if self.inner > 128 else 1
+
+    @property
+    def span(self) -> int:
+        return self.tile // self.parts
+
+    @property
+    def unit(self) -> int:
+        """Consecutive queries of one compute thread: of a part, group g has [2 i + g, 2 i + g + 1) units, i = 0, 1."""
+        return self.span // 4
+
+    @property
+    def half(self) -> int:
+        """Columns of a CTA's half of Q, K and dQ."""
+        return self.inner // 2
+
+    @property
+    def slice(self) -> int:
+        """Columns of tensor memory that leave at a time: those of 64 queries by two times as many of dQ's."""
+        return 16 if self.parts == 1 else 8
+
     # Shared memory -------------------------------------------------------------------------------------------------
     @property
     def boxes(self) -> dict[str, tuple[int, int]]:
         """(rows, columns) of each operand's tile in a CTA's shared memory."""
-        n, half = self.tile, INNER // 2
+        n, span, value = self.tile, self.span, self.inner_value
         return {
-            "k": (n, INNER),
-            "v": (n, INNER),
-            "q": (n // 2, INNER),
-            "dout": (n // 2, INNER),
-            "qt": (n, half),
-            "doutt": (n, half),
-            "kt": (2 * n, half),
+            "k": (n, self.inner),
+            "v": (n, value),
+            "q": (span // 2, self.inner),
+            "dout": (span // 2, value),
+            "qt": (span, self.half),
+            "doutt": (span, value // 2),
+            "kt": (2 * n, self.half),
         }
+
+    @staticmethod
+    def swizzle(box: tuple[int, int]) -> int:
+        """Bytes of a row that are swizzled: of 96 columns a turned operand takes 32 at a time."""
+        return 128 if box[1] % 64 == 0 else 64
 
     @property
     def squares(self) -> dict[str, tuple[int, int]]:
@@ -146,7 +194,7 @@ class PairPlan:
     @property
     def slice_numbers(self) -> int:
         """float32 numbers of one slice of dQ in shared memory."""
-        return GROUP * SLICE
+        return GROUP * self.slice
 
     @property
     def smem(self) -> int:
@@ -169,20 +217,22 @@ class PairPlan:
     def regions(self) -> tuple[Region, ...]:
         """Five accumulators in 512 columns: dQ, of 64 queries, takes the half of S^T's columns that P^T leaves.
 
-        Group g of a CTA's compute warps has the queries [32 g, 32 g + 32) of each half of a tile, reads those columns,
-        and writes its part of P^T (dS^T) over the first of them: no thread waits for another's reads.
+        Group g of a CTA's compute warps reads its units' columns, and writes its part of P^T (dS^T) over the first of
+        them: no thread waits for another's reads. Of each S^T: it is read, then P^T is there, and dQ of the step before.
         """
-        n, half = self.tile, self.tile // 2
+        n, left = self.span, self.span // 2
         own = "a thread has read all its columns before it writes there; the next {} is issued after the product"
         late = "issued when every thread has read the next S^T; the S^T after that waits until dQ was read"
+        turns = max(n, left + self.half)
         return (
-            Region("s", 0, n),
-            Region("p", 0, half, "s", own.format("S^T")),
-            Region("dq", half, INNER // 2, "s", late),
-            Region("dp", n, n),
-            Region("ds", n, half, "dp", own.format("dP^T")),
-            Region("dv", 2 * n, INNER),
-            Region("dk", 2 * n + INNER, INNER),
+            Region("turns", 0, turns),
+            Region("s", 0, n, "turns", late, (0, 1)),
+            Region("p", 0, left, "turns", own.format("S^T"), (1, 2)),
+            Region("dq", left, self.half, "turns", late, (1, 2)),
+            Region("dp", turns, n),
+            Region("ds", turns, left, "dp", own.format("dP^T")),
+            Region("dv", turns + n, self.inner_value),
+            Region("dk", turns + n + self.inner_value, self.inner),
         )
 
     def at(self, name: str) -> int:
@@ -193,7 +243,7 @@ class PairPlan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile."""
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, INNER, self.ordered, self.dependent)
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.inner, self.ordered, self.dependent)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
@@ -235,8 +285,11 @@ STORED = {"dk": "k", "dv": "v"}
 def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     """What one call launches. e: extents by symbol. Runs on ints (tests, verifier) and on DSL integers (launcher)."""
     buffers = {b.name: b for b in plan.inputs + plan.outputs}
-    maps: list[Descriptor] = [rows_of(buffers[b], plan.boxes[name], e, wide) for name, b in LOADED.items()]
-    maps += [rows_of(buffers[name], plan.boxes[place], e, wide, store=True) for name, place in STORED.items()]
+    boxes = plan.boxes
+    maps: list[Descriptor] = [
+        rows_of(buffers[b], boxes[name], e, wide, swizzle=plan.swizzle(boxes[name])) for name, b in LOADED.items()
+    ]
+    maps += [rows_of(buffers[name], boxes[place], e, wide, store=True) for name, place in STORED.items()]
     scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
     main = Kernel(
         "backward",
@@ -275,7 +328,7 @@ def worth(problem: Problem) -> bool:
     aligned causal at 2k, half as many again of a narrow window): not chosen there.
     """
     spec = problem.spec
-    fits = all(d % 8 == 0 and SHALLOWEST <= d <= INNER for d in (problem.d, problem.v))
+    fits = all(d % 8 == 0 and SHALLOWEST <= d <= NATIVE_DEPTHS[0] for d in (problem.d, problem.v))
     return fits and not (spec.band or spec.segments)
 
 

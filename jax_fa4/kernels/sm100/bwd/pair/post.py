@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.tiles import work_item
-from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, INNER, POST_ROWS, POST_THREADS, WORD
+from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, POST_ROWS, POST_THREADS
 
 ACROSS = 4  # lanes that share a query, 8 columns each at a time
 
@@ -24,7 +24,8 @@ def bwd_post(
 ):
     """A warp takes 8 queries by 32 columns at a time: it reads lines of 128 bytes and writes rows of 64.
 
-    Query 64 i + 32 r + j of a tile is row 32 i + j of CTA r's half; its columns from 64 on are 64 lanes further.
+    Query j of unit 2 i + r of a tile is row unit * i + j of CTA r's half; the second half of its columns is 64 lanes
+    further.
     """
     if const_expr(plan.dependent):
         cute.arch.griddepcontrol_wait()  # the main kernel has ended, and so has the preprocess, which that one awaits
@@ -34,9 +35,10 @@ def bwd_post(
     tile, piece = item // pieces, item % pieces
     row, across = thread // 32 * 8 + thread % 8, thread % 32 // 8  # of the POST_ROWS queries of piece i
     i = tile * plan.tile + POST_ROWS * piece + row
-    half = INNER // 2
-    place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * INNER)
-    place = place + (row // WORD) * (GROUP * half) + (WORD * piece + row % WORD) * 4
+    half, unit = plan.half, plan.unit
+    owner, inside = row // unit % 2, POST_ROWS // 2 * piece + row // (2 * unit) * unit + row % unit
+    place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * plan.inner)
+    place = place + owner * (GROUP * half) + inside * 4
     to = dq + ((batch.to(Int64) * queries + i) * heads + head) * plan.depth
     scale = floats[VALUES.scale]
     found = cute.make_rmem_tensor((4, 2), Float32)
@@ -49,8 +51,8 @@ def bwd_post(
             wanted = wanted & (block < blocks)
         if wanted:
             right = (8 * ACROSS * n) // half  # whether these columns are the upper lanes'
-            inside = block - right * (half // 8)
-            source = (work + (place + right * (POST_ROWS * 4) + inside * (2 * 4 * GROUP))).align(16)
+            within = block - right * (half // 8)
+            source = (work + (place + right * (POST_ROWS * 4) + within * (2 * 4 * GROUP))).align(16)
             form = cute.make_layout((4, 2), stride=(1, 4 * GROUP))
             cute.autovec_copy(cute.make_tensor(source, form), found)
             small.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
@@ -59,7 +61,7 @@ def bwd_post(
 
 def start(stream, plan, data, kernel, e):
     """Starts the kernel. data: pointers by buffer name; e: extents by symbol."""
-    assert kernel.block == POST_THREADS == POST_ROWS * ACROSS and plan.tile == 2 * POST_ROWS == 4 * WORD
+    assert kernel.block == POST_THREADS == POST_ROWS * ACROSS and plan.tile == 2 * POST_ROWS and POST_ROWS % (2 * plan.unit) == 0
     pointers = [data[name] for name in kernel.pointers]
     bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent

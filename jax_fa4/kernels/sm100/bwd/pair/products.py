@@ -1,6 +1,6 @@
-"""The five products of a pair's step, as descriptors over tiles that lie row-major in 128-byte swizzle.
+"""The five products of a pair's step, as descriptors over tiles that lie row-major, in swizzles of 128 or 64 bytes.
 
-Each CTA's descriptor speaks of its own shared memory: its rows of A, its half of B. Rank r's half:
+Each CTA's descriptor speaks of its own shared memory: its rows of A, its half of B. At depth 128:
 
 product           A: rows of rank r      B: rank r's half
 S^T = K Q^T       its 128 keys           queries [64 r, 64 r + 64), K-major
@@ -18,14 +18,14 @@ from cutlass.utils import blackwell_helpers as helpers
 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm100 import umma
-from jax_fa4.kernels.sm100.bwd.pair.plan import WORD
 
 A_TURNED = 1 << 15  # of the instruction descriptor: A is MN-major
 
 
 def tiles(plan, box):
-    """One row-major tile of (rows, columns) in the 128-byte swizzle that TMA writes; a third mode of one stage."""
-    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, DTYPES[plan.dtype])
+    """One row-major tile of (rows, columns) in the swizzle that TMA writes; a third mode of one stage."""
+    kinds = {128: tcgen05.SmemLayoutAtomKind.K_SW128, 64: tcgen05.SmemLayoutAtomKind.K_SW64}
+    atom = tcgen05.make_smem_layout_atom(kinds[plan.swizzle(box)], DTYPES[plan.dtype])
     return cute.tile_to_shape(atom, (*box, 1), order=(0, 1, 2))
 
 
@@ -54,13 +54,13 @@ def turned(plan, shared):
 def words(plan, tmem, name):
     """P^T or dS^T in tensor memory, (base, offsets) of the steps of 16 queries.
 
-    Query 64 i + 32 g + j is number 32 i + j of group g, and two share a column.
+    Query j of unit 2 i + g is number unit * i + j of group g, and two share a column.
     """
     made = []
-    for s in range(plan.tile // umma.K_STEP):
-        word, rest = s * umma.K_STEP // WORD, s * umma.K_STEP % WORD
-        i, g = word // 2, word % 2
-        made.append((2 * WORD * g + WORD * i + rest) // 2)
+    for s in range(plan.span // umma.K_STEP):
+        unit, j = s * umma.K_STEP // plan.unit, s * umma.K_STEP % plan.unit
+        i, g = unit // 2, unit % 2
+        made.append((2 * plan.unit * g + plan.unit * i + j) // 2)
     return (tmem + plan.at(name)).toint(), made
 
 

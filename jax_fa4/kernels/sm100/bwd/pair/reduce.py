@@ -1,7 +1,6 @@
 """The reduce warpgroup: its CTA's half of each dQ goes through shared memory, and is added to the workspace.
 
-A lane has one query and half of its columns, as the product leaves it: lanes 0..63 columns 0..63, lanes 64..127 the
-rest. In the workspace a tile is [CTA of the pair][block of 4 columns][lane][4], so that a warp's 16-byte stores to
+A lane has one query and half of its columns, as the product leaves it: lanes 0..63 the first, lanes 64..127 the rest. In the workspace a tile is [CTA of the pair][block of 4 columns][lane][4], so that a warp's 16-byte stores to
 shared memory do not collide and slices are consecutive; the postprocess undoes it.
 """
 
@@ -12,11 +11,10 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.pair.pipe import arrive_leader
-from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, INNER, SLICE, turn
+from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, turn
 from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
 MEET = 2  # named barrier of the reduce warps
-HALF = INNER // 2  # columns of tensor memory
 
 
 @cute.jit
@@ -56,21 +54,21 @@ def _later(place, count, places):
 def _send(ctx, slot, m):
     """Adds a thread's part of dQ to the workspace, slice by slice. slot: of query tile m in workspace and turns."""
     plan, thread, part = ctx.plan, ctx.thread, ctx.part
-    count = HALF // SLICE
-    line = tmem.read(ctx.tmem + plan.at("dq"), HALF, thread)
+    count, width = plan.half // plan.slice, plan.slice
+    line = tmem.read(ctx.tmem + plan.at("dq"), plan.half, thread)
     tmem.loaded()
     before_arrive()
     arrive_leader(ctx.empty["dq"])
-    to = ctx.work + (slot * (plan.tile * INNER) + ctx.rank * (GROUP * HALF))
+    to = ctx.work + (slot * (plan.tile * plan.inner) + ctx.rank * (GROUP * plan.half))
     flag = ctx.turns + slot if const_expr(plan.ordered) else None
     for s in cutlass.range_constexpr(count):
         place = part + s % plan.slices * plan.slice_numbers
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(_later(s, count, plan.slices), read=True)
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
-        for c in cutlass.range_constexpr(0, SLICE, 4):
+        for c in cutlass.range_constexpr(0, width, 4):
             at = (place + (c * GROUP + 4 * thread)).align(16)
-            source = cute.make_tensor(line.iterator + (SLICE * s + c), cute.make_layout(4))
+            source = cute.make_tensor(line.iterator + (width * s + c), cute.make_layout(4))
             cute.autovec_copy(source, cute.make_tensor(at, cute.make_layout(4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
