@@ -32,6 +32,8 @@ from jax_fa4.kernels.sm100.bwd.pair.plan import LOADED, STORED, bind
 from jax_fa4.kernels.sm100.bwd.pair.reduce import reduce
 from jax_fa4.mask import Band
 
+STARTING = 128  # registers a thread has at the start: all there are, over 512 threads
+
 
 def _shared(plan, memory):
     """The 16-bit tiles by name."""
@@ -98,7 +100,10 @@ def _play(ctx):
         cute.arch.setmaxregister_increase(plan.registers[1])
         compute(ctx)
     else:
-        cute.arch.setmaxregister_decrease(plan.registers[0])
+        if const_expr(plan.registers[0] > STARTING):
+            cute.arch.setmaxregister_increase(plan.registers[0])
+        else:
+            cute.arch.setmaxregister_decrease(plan.registers[0])
         reduce(ctx)
 
 
