@@ -17,9 +17,9 @@ from jax_fa4.kernels.sm100.bwd.pair.plan import bind
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
 
 
-def counted(queries):
+def counted(depth, queries):
     """{role: {counter: amount}} of the main kernel with one pair tile and `queries` queries."""
-    case = Case("count", b=1, t=queries, s=256, n=1, k=1, d=128)
+    case = Case("count", b=1, t=queries, s=256, n=1, k=1, d=depth, v=128)
     plan = plan_of(case)
     given = operands(plan, case, inputs(case, plan.dtype))
     shapes = {"B": 1, "T": queries, "S": 256, "N": 1, "K": 1}
@@ -29,9 +29,9 @@ def counted(queries):
     return run(main.ptx, to_emulator(main, plan.roles), memory).check().counters
 
 
-def per_tile():
+def per_tile(depth):
     """Of one CTA's tile in the steps between two and four: prologue, epilogue and what is done once cancel."""
-    few, many = counted(256), counted(512)
+    few, many = counted(depth, 256), counted(depth, 512)
     tables = ((getattr(few, name), getattr(many, name)) for name in ("instructions", "amounts"))
     out = {}
     for less, more in tables:
@@ -43,7 +43,7 @@ def per_tile():
 def test_a_tile_takes_the_clocks_of_the_rules():
     """Operands 1536, dS 256, dQ in and out 512, half a tile of dS sent and received 256: 2560 clocks of shared memory,
     where two CTAs alone take 3328. On top come TMA fills with 1 KiB of statistics, and broadcast reads."""
-    table = per_tile()
+    table = per_tile(128)
     found = cycles(table)
     assert found["tensor"] == 2560 and found["exp"] == 1024
     assert found["mma.read"] == 1536 and found["store.shared"] == 256 + 256, found
@@ -56,3 +56,18 @@ def test_a_tile_takes_the_clocks_of_the_rules():
     reads = found["load.shared"] / 4
     assert reads == 256 and shared + 512 + statistics + reads == 3336 <= 3456
     assert table["reduce"]["bulk.reduce"] == 64 * 128 * 4, "of dQ: half of what a CTA alone adds"
+
+
+def test_a_tile_at_depth_192_in_two_parts():
+    """K and V are read once a part: 640 more than the rules' 1920 for products of 128 queries; a CTA alone reads 2560
+    and moves twice as much of dQ, 4352 in all. The products take 3328."""
+    table = per_tile(192)
+    found = cycles(table)
+    assert found["tensor"] == 3328 and found["exp"] == 1024
+    assert found["mma.read"] == 1920 + 640 and found["store.shared"] == 256 + 384, found
+    exchange, dq_out, statistics = 128, 384, 8
+    assert found["bulk.read"] == dq_out + exchange and found["bulk.write"] == exchange + statistics, found
+    shared = found["mma.read"] + found["store.shared"] + dq_out + 2 * exchange
+    assert shared == 3840 and found["tma.write"] == 640
+    assert shared + 640 + statistics + found["load.shared"] / 4 == 4744
+    assert table["reduce"]["bulk.reduce"] == 64 * 192 * 4

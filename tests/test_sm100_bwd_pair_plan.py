@@ -8,7 +8,7 @@ import pytest
 
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
-from jax_fa4.kernels.sm100.bwd.pair.plan import PairPlan, bind, choose, worth
+from jax_fa4.kernels.sm100.bwd.pair.plan import PairPlan, bind, choose, registers_for, worth
 from jax_fa4.kernels.sm100.bwd.plan import Plan
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -25,6 +25,17 @@ def test_five_accumulators_in_512_columns():
         "turns": (0, 128), "s": (0, 128), "p": (0, 64), "dq": (64, 128), "dp": (128, 256), "ds": (128, 192), "dv": (256, 384),
         "dk": (384, 512),
     }  # fmt: skip
+
+
+def test_at_depth_192_dq_lies_beyond_a_part_of_s():
+    plan = PairPlan("bfloat16", 192, 128)
+    assert {r.name: (r.start, r.end) for r in plan.regions} == {
+        "turns": (0, 128), "s": (0, 64), "p": (0, 32), "dq": (32, 128), "dp": (128, 192), "ds": (128, 160),
+        "dv": (192, 320), "dk": (320, 512),
+    }  # fmt: skip
+    assert (plan.parts, plan.span, plan.unit) == (2, 64, 16)
+    assert [plan.boxes[name] for name in ("q", "qt", "kt")] == [(32, 192), (64, 96), (256, 96)]
+    assert [plan.swizzle(plan.boxes[name]) for name in ("k", "q", "qt", "kt", "doutt")] == [128, 128, 64, 64, 128]
 
 
 def test_ring_table_is_derived():
@@ -87,6 +98,7 @@ def test_a_pair_is_chosen_where_the_counts_say_so():
     assert isinstance(select(problem(), "sm_100a"), PairPlan)
     assert isinstance(select(problem(96, 72, deterministic=True), "sm_103a"), PairPlan)
     assert select(problem(), "sm_103a") == replace(select(problem(), "sm_100a"), arch="sm_103a")
+    assert select(problem(192, 128), "sm_100a").parts == 2
     others = [problem(64), problem(128, 64), problem(band=True), problem(segments=True)]
     for p in others:
         assert isinstance(select(p, "sm_100a"), Plan) and not worth(p)
@@ -98,22 +110,28 @@ def test_a_pair_is_chosen_where_the_counts_say_so():
 
 # Compiled facts ---------------------------------------------------------------------------------------------------
 
-PLANS = {"full": choose(problem())}
+PLANS = {"full": choose(problem()), "192": choose(problem(192, 128))}
 
 
 def expected(plan):
-    """Counts in the text: two copies of every product (S, dP, dV before and in the loop; dK, dQ in and behind it)."""
-    depth, value = -(-plan.depth // 16), -(-plan.value_depth // 16)
+    """Counts in the text. Of each product a copy a part in the loop, and as many before it (S, dP, dV), behind it (dK)
+    and both; but one of dQ in the loop and one behind it."""
+    depth, value, parts, half = plan.depth // 16, plan.value_depth // 16, plan.parts, plan.inner // 2
+    turned = {64: 1, 96: 3}[half]  # copies of Qt: pieces of 64 columns, or of 32
     return {
-        "mma": (r"tcgen05\.mma\.cta_group::2", 2 * (depth + value + 8 + 8 + 16)),
-        "commit": (r"tcgen05\.commit\S+multicast::cluster", 2 * 5),
+        "mma": (r"tcgen05\.mma\.cta_group::2", 2 * parts * (depth + value + 2 * plan.span // 16) + 2 * 16),
+        "commit": (r"tcgen05\.commit\S+multicast::cluster", 2 * (4 * parts + 1)),
         "ex2": (r"ex2\.approx", 64 * (1 + plan.soft_cap)),
-        "loads": (r"tcgen05\.ld\S+x32\.", 2 + 2 + 2 + 4),
-        "stores": (r"tcgen05\.st\S+x16\.", 4),
-        "reductions": (r"cp\.reduce\.async\.bulk", 4),
+        "rows of 32": (r"tcgen05\.ld\S+x32\.", (4 if parts == 1 else 0) + half // 32 + (half + 64) // 32),
+        "rows of 16": (r"tcgen05\.ld\S+x16\.", 0 if parts == 1 else 8),
+        "stores": (r"tcgen05\.st\S+x(16|8)\.", 4 * parts),
+        "reductions": (r"cp\.reduce\.async\.bulk", half // plan.slice),
         "exchanges": (r"cp\.async\.bulk\.shared::cluster\.shared::cta", 1),
-        "TMA loads": (r"cp\.async\.bulk\.tensor\S+shared\S+global", 2 + 2 + 1 + 2 + 2 + 1 + 1),
-        "TMA stores": (r"cp\.async\.bulk\.tensor\S+global\.shared", 4),
+        "TMA loads": (
+            r"cp\.async\.bulk\.tensor\S+shared\S+global",
+            plan.inner // 64 + 2 + turned + parts * (plan.inner // 64 + turned + 2 + 1),
+        ),
+        "TMA stores": (r"cp\.async\.bulk\.tensor\S+global\.shared", plan.inner // 64 + 2),
         "local memory": (r"\.local\b", 0),
         "one CTA alone": (r"cta_group::1", 0),
     }
@@ -135,12 +153,21 @@ def test_compiled_counts_are_the_plans(name):
 @needs_compiler
 @pytest.mark.prove
 @pytest.mark.parametrize("ordered", (False, True))
-@pytest.mark.parametrize("more", [{}, {"band": True}, {"segments": True}, {"band": True, "segments": True}])
 @pytest.mark.parametrize("cap", (False, True))
-def test_no_form_spills(ordered, more, cap):
+@pytest.mark.parametrize(
+    ("depth", "more"),
+    [
+        (128, {}),
+        (128, {"band": True}),
+        (128, {"segments": True}),
+        (128, {"band": True, "segments": True}),
+        (192, {}),
+        (192, {"band": True}),
+    ],
+)
+def test_no_form_spills(depth, ordered, more, cap):
     from jax_fa4.ffi.compile import build
-    from jax_fa4.kernels.sm100.bwd.pair.plan import registers_for
 
-    fields = {"ordered": ordered, "soft_cap": cap, **more}
-    plan = PairPlan("bfloat16", 128, 128, registers=registers_for(**fields), **fields)
+    registers = registers_for(depth, cap)
+    plan = PairPlan("bfloat16", depth, 128, registers=registers, ordered=ordered, soft_cap=cap, **more)
     assert build(plan).facts.spills == plan.spill_allowance == 0

@@ -23,6 +23,7 @@ SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every produ
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 CAPPED_REGISTERS = (96, 176, 64)
+DEEP_REGISTERS = (128, 136, 112)
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ class PairPlan:
     def __post_init__(self) -> None:
         reduce, compute, rest = self.registers
         assert self.arch in ARCHS and self.dtype in KERNEL_DTYPES, self
-        assert self.depth % 8 == self.value_depth % 8 == 0, self
-        assert SHALLOWEST <= self.depth <= NATIVE_DEPTHS[1] and SHALLOWEST <= self.value_depth <= NATIVE_DEPTHS[0], self
+        assert fits(self.depth, self.value_depth), self
         assert self.parts == 1 or not self.segments, f"segments at depth {self.depth} have no pair form"
         assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
         used = GROUP * (reduce + 2 * compute + rest)
@@ -321,34 +321,43 @@ def turn(tile: Any, last: Any) -> Any:
 def worth(problem: Problem) -> bool:
     """Whether a pair is expected to be faster than two CTAs. Lengths must not decide: an object serves all of them.
 
-    A tile takes 3336 clocks of shared memory, fills and statistics included, where a CTA alone takes 4104, and that
-    bounds either form (tests/test_counted_*; emulator, 2026-11-30). So a pair gains where its 256 keys are seen by the
-    queries that one half sees: 1.23 with many key tiles, 0.92 with three, as the fourth is empty. Under a band or with
-    segments it visits every query tile that either half sees; how many more these are is a run-time matter (1.06 of
-    aligned causal at 2k, half as many again of a narrow window): not chosen there.
+    A tile at depth 128 takes 3336 clocks of shared memory, fills and statistics included, where a CTA alone takes 4104,
+    and that bounds either form (tests/test_counted_*; emulator, 2026-11-30). So a pair gains where its 256 keys are seen
+    by the queries that one half sees: 1.23 with many key tiles, 0.92 with three, as the fourth is empty. Under a band
+    or with segments it visits every query tile that either half sees; how many more these are is a run-time matter
+    (1.06 of aligned causal at 2k, half as many again of a narrow window): not chosen there.
     """
     spec = problem.spec
-    fits = all(d % 8 == 0 and SHALLOWEST <= d <= NATIVE_DEPTHS[0] for d in (problem.d, problem.v))
-    return fits and not (spec.band or spec.segments)
+    return fits(problem.d, problem.v) and not (spec.band or spec.segments)
 
 
-def registers_for(**fields: bool) -> tuple[int, int, int]:
-    """Shares with which ptxas spills nothing, by the plan's fields (DSL 4.8.1, 2026-11-30; a test builds them all)."""
-    return CAPPED_REGISTERS if fields["soft_cap"] else PairPlan.registers
+def fits(depth: int, value_depth: int) -> bool:
+    """Whether there is a pair form for these depths. At 192 a tile takes 4744 clocks, and the products 3328."""
+    return (
+        depth % 8 == value_depth % 8 == 0
+        and SHALLOWEST <= depth <= NATIVE_DEPTHS[1]
+        and SHALLOWEST <= value_depth <= NATIVE_DEPTHS[0]
+    )
+
+
+def registers_for(depth: int, soft_cap: bool) -> tuple[int, int, int]:
+    """Shares with which ptxas spills nothing (DSL 4.8.1, 2026-11-30; a test builds every form)."""
+    if depth > NATIVE_DEPTHS[0]:
+        return DEEP_REGISTERS
+    return CAPPED_REGISTERS if soft_cap else PairPlan.registers
 
 
 def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | single.Plan:
     """The plan for a backward problem: of pairs where that is worth it, else of single CTAs, or Unsupported."""
     spec = problem.spec
-    single_plan = single.choose(problem, arch)  # refuses what neither takes
-    if not worth(problem):
-        return single_plan
+    if not worth(problem) or problem.dtype not in KERNEL_DTYPES or spec.bias or spec.mask:
+        return single.choose(problem, arch)  # or refuses what neither takes
     return PairPlan(
         problem.dtype,
         problem.d,
         problem.v,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,
-        registers=registers_for(soft_cap=spec.soft_cap),
+        registers=registers_for(problem.d, spec.soft_cap),
         arch=arch,
     )
