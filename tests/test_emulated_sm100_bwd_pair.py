@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 
 
 def plan_of(case, dtype="bfloat16", **fields):
-    cap = bool(case.soft_cap)
-    fields = {"soft_cap": cap, "registers": registers_for(case.d, cap)} | fields
-    return PairPlan(dtype, case.d, case.v, band=case.spec.band, segments=case.spec.segments, **fields)
+    kinds = {"band": case.spec.band, "segments": case.spec.segments, "soft_cap": case.spec.soft_cap}
+    registers = registers_for(case.d, case.spec.segments or case.spec.soft_cap)
+    return PairPlan(dtype, case.d, case.v, **kinds | {"registers": registers} | fields)
 
 
 def backward(plan, case, seed=0, edit=lambda ptx: ptx, inp=None, **how):

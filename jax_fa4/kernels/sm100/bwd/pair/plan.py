@@ -22,7 +22,7 @@ NATIVE_DEPTHS = (128, 192)
 SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every product here
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
-CAPPED_REGISTERS = (96, 176, 64)
+CROWDED_REGISTERS = (96, 176, 64)
 DEEP_REGISTERS = (128, 136, 112)
 
 
@@ -340,11 +340,12 @@ def fits(depth: int, value_depth: int) -> bool:
     )
 
 
-def registers_for(depth: int, soft_cap: bool) -> tuple[int, int, int]:
-    """Shares with which ptxas spills nothing (DSL 4.8.1, 2026-11-30; a test builds every form)."""
+def registers_for(depth: int, crowded: bool) -> tuple[int, int, int]:
+    """Shares with which ptxas spills nothing (DSL 4.8.1, 2026-11-30; a test builds every form). crowded: a soft cap or
+    segments, whose temporaries compute threads hold."""
     if depth > NATIVE_DEPTHS[0]:
         return DEEP_REGISTERS
-    return CAPPED_REGISTERS if soft_cap else PairPlan.registers
+    return CROWDED_REGISTERS if crowded else PairPlan.registers
 
 
 def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | single.Plan:
