@@ -22,8 +22,8 @@ def problem(d=128, v=None, s=1024, dtype="bfloat16", **spec):
 def test_five_accumulators_in_512_columns():
     plan = PairPlan("bfloat16", 128, 128)
     assert {r.name: (r.start, r.end) for r in plan.regions} == {
-        "turns": (0, 128), "s": (0, 128), "p": (0, 64), "dq": (64, 128), "dp": (128, 256), "ds": (128, 192), "dv": (256, 384),
-        "dk": (384, 512),
+        "turns": (0, 128), "s": (0, 128), "p": (0, 64), "dq": (64, 128), "dp": (128, 256), "ds": (128, 192),
+        "dv": (256, 384), "dk": (384, 512),
     }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_launch_follows_the_shapes():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"registers": (112, 168, 72)}, ["66560", "65536"]),
+        ({"registers": (96, 160, 104)}, ["66560", "65536"]),
         ({"slices": 3}, ["232448"]),
         ({"depth": 64}, ["64"]),
         ({"depth": 200}, ["200"]),
@@ -138,7 +138,7 @@ def expected(plan):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["full", pytest.param("192", marks=pytest.mark.prove)])
 def test_compiled_counts_are_the_plans(name):
     from jax_fa4.ffi.compile import build
 
@@ -168,6 +168,6 @@ def test_compiled_counts_are_the_plans(name):
 def test_no_form_spills(depth, ordered, more, cap):
     from jax_fa4.ffi.compile import build
 
-    registers = registers_for(depth, cap or "segments" in more)
-    plan = PairPlan("bfloat16", depth, 128, registers=registers, ordered=ordered, soft_cap=cap, **more)
+    kinds = {"band": False, "segments": False, "ordered": ordered, "soft_cap": cap} | more
+    plan = PairPlan("bfloat16", depth, 128, registers=registers_for(depth, **kinds), **kinds)
     assert build(plan).facts.spills == plan.spill_allowance == 0

@@ -73,13 +73,24 @@ def signal(barrier, ctas):
 
 
 @cute.jit
-def issue(acc, a, b, idesc: cutlass.Constexpr, a_source: cutlass.Constexpr, steps: cutlass.Constexpr, adds, barrier):
+def issue(
+    acc,
+    a,
+    b,
+    idesc: cutlass.Constexpr,
+    a_source: cutlass.Constexpr,
+    steps: cutlass.Constexpr,
+    adds,
+    barrier,
+    paired: cutlass.Constexpr = False,
+):
     """acc (+)= A B^T over the K steps [steps[0], steps[1]), then a commit to `barrier` unless it is None.
 
     acc: tensor-memory address, of both CTAs of a pair. a, b: (base, offsets) from `in_shared`, or a from `in_tensor`.
-    adds: whether the first step adds to acc or overwrites it. Called by a converged warp: one lane is elected.
+    adds: whether the first step adds to acc or overwrites it. paired: of a pair, though it has 128 rows. Called by a
+    converged warp: one lane is elected.
     """
-    ctas = 2 if idesc >> 24 == PAIR_ROWS >> 4 else 1
+    ctas = 2 if paired or idesc >> 24 == PAIR_ROWS >> 4 else 1
     with cute.arch.elect_one():
         for i in cutlass.range_constexpr(steps[0], steps[1]):
             add = Int32(adds) if const_expr(i == steps[0]) else Int32(1)

@@ -14,10 +14,9 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
-from jax_fa4.kernels.sm100.bwd.pair.pipe import arrive_leader
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
-from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
+from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 LOG2_E = 1.4426950408889634
 MEET = 1  # named barrier of the compute warps
@@ -60,8 +59,8 @@ def _mine(plan, group, i):
 def _weigh(ctx, top, group, thread, stats, ids):
     """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
 
-    top: the part's first query. stats: (place in the ring, the part's first query in its tile). ids: (the key's segment,
-    its queries' by lane for each unit), or None.
+    top: the part's first query. stats: (place in the ring, the part's first query in its tile). ids: (the key's
+    segment, its queries' by lane for each unit), or None.
 
     With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
     stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
@@ -71,7 +70,7 @@ def _weigh(ctx, top, group, thread, stats, ids):
     lines = [tmem.read(ctx.tmem + (plan.at("s") + _mine(plan, group, i)), unit, thread) for i in range(2)]
     tmem.loaded()
     before_arrive()
-    arrive_leader(ctx.empty["scores"])
+    arrive_warp(ctx.empty["scores"], plan.leader)
     scale = ctx.scale * LOG2_E
     if const_expr(plan.soft_cap):
         for i in cutlass.range_constexpr(2):
@@ -98,7 +97,7 @@ def _weigh(ctx, top, group, thread, stats, ids):
                 part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
     tmem.stored()
     before_arrive()
-    arrive_leader(ctx.full["probs"])
+    arrive_warp(ctx.full["probs"], plan.leader)
     return lines
 
 
@@ -120,7 +119,7 @@ def _differ(ctx, lines, group, thread, stats):
         made.append(small)
     tmem.stored()
     before_arrive()
-    arrive_leader(ctx.full["ds"])
+    arrive_warp(ctx.full["ds"], plan.leader)
     return made
 
 
@@ -160,7 +159,7 @@ def _hand_over(ctx, small, group, thread, n, part: cutlass.Constexpr):
     if const_expr(part == plan.parts - 1):
         cute.arch.fence_proxy("async.shared", space="cta")
         if keeps:
-            arrive_leader(ctx.full["square"], True)
+            arrive_warp(ctx.full["square"], plan.leader, True)
         else:
             cute.arch.sync_warp()
             _send(ctx, ctx.warp % 4)

@@ -27,9 +27,9 @@ from jax_fa4.kernels.sm100.bwd.pair.compute import compute
 from jax_fa4.kernels.sm100.bwd.pair.context import Context
 from jax_fa4.kernels.sm100.bwd.pair.load import load
 from jax_fa4.kernels.sm100.bwd.pair.mma import multiply
-from jax_fa4.kernels.sm100.bwd.pair.pipe import LEADER, meet
 from jax_fa4.kernels.sm100.bwd.pair.plan import LOADED, STORED, bind
 from jax_fa4.kernels.sm100.bwd.pair.reduce import reduce
+from jax_fa4.kernels.sm100.sync import meet
 from jax_fa4.mask import Band
 
 STARTING = 128  # registers a thread has at the start: all there are, over 512 threads
@@ -68,7 +68,7 @@ def _band(ints, batch, queries, keys):
 def _take(tickets, ticket, rank, plan: cutlass.Constexpr):
     """Before the CTAs meet: the leader of an ordered plan draws the pair's place in the order of work."""
     if const_expr(plan.ordered):
-        if (cute.arch.thread_idx()[0] == 0) & (rank == LEADER):
+        if (cute.arch.thread_idx()[0] == 0) & (rank == plan.leader):
             ticket[0] = cute.arch.atomic_add(tickets.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
 
 
@@ -79,7 +79,7 @@ def _place(ticket, plan: cutlass.Constexpr):
     Whoever has an earlier turn has then started before, so that nobody waits for a CTA that waits for a free SM.
     """
     if const_expr(plan.ordered):
-        place = cute.arch.map_dsmem_ptr(ticket, LEADER).toint()
+        place = cute.arch.map_dsmem_ptr(ticket, plan.leader).toint()
         return cute.arch.inline_ptx(
             "ld.shared::cluster.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
         )

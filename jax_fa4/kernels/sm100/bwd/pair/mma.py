@@ -14,9 +14,8 @@ from cutlass import Int32, const_expr
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.bwd.pair import products
-from jax_fa4.kernels.sm100.bwd.pair.pipe import LEADER, arrive_leader, issue, wait_pair
 from jax_fa4.kernels.sm100.bwd.pair.plan import WARP
-from jax_fa4.kernels.sm100.sync import after_wait
+from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, wait_pair
 
 
 @cute.jit
@@ -41,8 +40,8 @@ def _clear(ctx, shared, length, top, whole):
 @cute.jit
 def _tell(ctx, barrier):
     """Of the leader's barrier of that name: it is full here too."""
-    if ctx.rank != LEADER:
-        arrive_leader(barrier, True)
+    if ctx.rank != ctx.plan.leader:
+        arrive_warp(barrier, ctx.plan.leader, True)
 
 
 @cute.jit
@@ -71,14 +70,14 @@ def _scores(ctx, span, u, n, late: cutlass.Constexpr):
     """S^T = K Q^T of part u. late: over dQ of the step before step n, of which it waits for the reading."""
     plan = ctx.plan
     _queries(ctx, "q", span, u)
-    if ctx.rank == LEADER:
+    if ctx.rank == plan.leader:
         if const_expr(late):
             if n > 0:
                 wait_pair(ctx.empty["dq"], (n & 1) ^ 1)
         after_wait()
         k, q = products.rows(plan, ctx.maps["k"][2]), products.rows(plan, ctx.maps["q"][2])
         to, idesc = (ctx.tmem + plan.at("s")).toint(), products.instruction(plan, 2 * plan.tile, plan.span)
-        issue(to, k, q, idesc, umma.SHARED, products.steps(plan.depth), 0, ctx.full["scores"])
+        umma.issue(to, k, q, idesc, umma.SHARED, products.steps(plan.depth), 0, ctx.full["scores"])
 
 
 @cute.jit
@@ -86,10 +85,10 @@ def _slopes(ctx, span, u):
     """dP^T = V dO^T of part u, over dS^T of the part before, which dK has read on the same pipe."""
     plan = ctx.plan
     _queries(ctx, "dout", span, u)
-    if ctx.rank == LEADER:
+    if ctx.rank == plan.leader:
         v, dout = products.rows(plan, ctx.maps["v"][2]), products.rows(plan, ctx.maps["dout"][2])
         to, idesc = (ctx.tmem + plan.at("dp")).toint(), products.instruction(plan, 2 * plan.tile, plan.span)
-        issue(to, v, dout, idesc, umma.SHARED, products.steps(plan.value_depth), 0, ctx.full["slopes"])
+        umma.issue(to, v, dout, idesc, umma.SHARED, products.steps(plan.value_depth), 0, ctx.full["slopes"])
 
 
 @cute.jit
@@ -97,13 +96,16 @@ def _values(ctx, span, u):
     """dV += P^T dO of part u."""
     plan = ctx.plan
     _queries(ctx, "doutt", span, u)
-    if ctx.rank == LEADER:
+    if ctx.rank == plan.leader:
         wait_pair(ctx.empty["scores"], u & 1)  # has passed when P is there, but phases are waited for one by one
         wait_pair(ctx.full["probs"], u & 1)
         after_wait()
         p, dout = products.words(plan, ctx.tmem, "p"), products.turned(plan, ctx.maps["doutt"][2])
-        to, idesc = (ctx.tmem + plan.at("dv")).toint(), products.instruction(plan, 2 * plan.tile, plan.inner_value, True)
-        issue(to, p, dout, idesc, umma.TENSOR, products.steps(plan.span), u > 0, ctx.empty["doutt"])
+        to, idesc = (
+            (ctx.tmem + plan.at("dv")).toint(),
+            products.instruction(plan, 2 * plan.tile, plan.inner_value, True),
+        )
+        umma.issue(to, p, dout, idesc, umma.TENSOR, products.steps(plan.span), u > 0, ctx.empty["doutt"])
 
 
 @cute.jit
@@ -111,12 +113,12 @@ def _dk(ctx, span, u):
     """dK += dS^T Q of part u."""
     plan = ctx.plan
     _queries(ctx, "qt", span, u)
-    if ctx.rank == LEADER:
+    if ctx.rank == plan.leader:
         wait_pair(ctx.full["ds"], u & 1)
         after_wait()
         ds, q = products.words(plan, ctx.tmem, "ds"), products.turned(plan, ctx.maps["qt"][2])
         to, idesc = (ctx.tmem + plan.at("dk")).toint(), products.instruction(plan, 2 * plan.tile, plan.inner, True)
-        issue(to, ds, q, idesc, umma.TENSOR, products.steps(plan.span), u > 0, ctx.empty["qt"])
+        umma.issue(to, ds, q, idesc, umma.TENSOR, products.steps(plan.span), u > 0, ctx.empty["qt"])
 
 
 @cute.jit
@@ -128,7 +130,7 @@ def _dq(ctx, n, more: cutlass.Constexpr):
         cute.arch.mbarrier_arrive_and_expect_tx(ctx.full["trade"], plan.tile_bytes("parcel"))
     wait_pair(ctx.full["trade"], n & 1)
     _tell(ctx, ctx.full["trade"])
-    if ctx.rank == LEADER:
+    if ctx.rank == plan.leader:
         wait_pair(ctx.full["square"], n & 1)
         if const_expr(more):
             wait_pair(ctx.empty["scores"], (plan.parts * (n + 1)) & 1)
@@ -138,7 +140,7 @@ def _dq(ctx, n, more: cutlass.Constexpr):
         after_wait()
         ds, k = products.turned(plan, ctx.ds), products.turned(plan, ctx.maps["kt"][2])
         to, idesc = (ctx.tmem + plan.at("dq")).toint(), products.instruction(plan, plan.tile, plan.inner, True, True)
-        issue(to, ds, k, idesc, umma.SHARED, products.steps(2 * plan.tile), 0, ctx.full["dq"])
+        umma.issue(to, ds, k, idesc, umma.SHARED, products.steps(2 * plan.tile), 0, ctx.full["dq"], True)
 
 
 @cute.jit

@@ -22,7 +22,8 @@ NATIVE_DEPTHS = (128, 192)
 SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every product here
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
-CROWDED_REGISTERS = (96, 176, 64)
+CAPPED_REGISTERS = (96, 176, 64)
+ORDERED_REGISTERS = (104, 168, 72)
 DEEP_REGISTERS = (128, 136, 112)
 
 
@@ -50,7 +51,7 @@ class PairPlan:
     soft_cap: bool = False
     ordered: bool = False  # deterministic: pairs add to a query tile's dQ in one fixed order
     slices: int = 2  # places for slices of dQ on their way out
-    registers: tuple[int, int, int] = (104, 168, 72)  # a thread of reduce, of compute, of the other warps
+    registers: tuple[int, int, int] = (88, 160, 104)  # a thread of reduce, of compute, of the other warps
     dependent: bool = True  # kernels of a call start while those before them end, and wait before they read
     arch: str = "sm_100a"
     direction: str = "bwd"
@@ -59,6 +60,7 @@ class PairPlan:
     launcher = "jax_fa4.kernels.sm100.bwd.pair.kernel"
     tile = 128  # keys of a CTA, queries of a step
     ctas = 2
+    leader = 0  # of a pair: issues its products
     # First warp of each role; compute has two warpgroups of four warps, reduce one. The last two warps idle.
     REDUCE, COMPUTE, MMA, LOAD = 0, 4, 12, 13
     threads = 512
@@ -218,7 +220,7 @@ class PairPlan:
         """Five accumulators in 512 columns: dQ, of 64 queries, takes the half of S^T's columns that P^T leaves.
 
         Group g of a CTA's compute warps reads its units' columns, and writes its part of P^T (dS^T) over the first of
-        them: no thread waits for another's reads. Of each S^T: it is read, then P^T is there, and dQ of the step before.
+        them: no thread waits for another's reads. Of each S^T: it is read; then P^T is there, and dQ of the last step.
         """
         n, left = self.span, self.span // 2
         own = "a thread has read all its columns before it writes there; the next {} is issued after the product"
@@ -322,9 +324,9 @@ def worth(problem: Problem) -> bool:
     """Whether a pair is expected to be faster than two CTAs. Lengths must not decide: an object serves all of them.
 
     A tile at depth 128 takes 3336 clocks of shared memory, fills and statistics included, where a CTA alone takes 4104,
-    and that bounds either form (tests/test_counted_*; emulator, 2026-11-30). So a pair gains where its 256 keys are seen
-    by the queries that one half sees: 1.23 with many key tiles, 0.92 with three, as the fourth is empty. Under a band
-    or with segments it visits every query tile that either half sees; how many more these are is a run-time matter
+    and that bounds either form (tests/test_counted_*; emulator, 2026-11-30). So a pair gains where its 256 keys are
+    seen by the queries that one half sees: 1.23 with many key tiles, 0.92 with three, as the fourth is empty. Under a
+    band or with segments it visits every query tile that either half sees; how many more these are is a run-time matter
     (1.06 of aligned causal at 2k, half as many again of a narrow window): not chosen there.
     """
     spec = problem.spec
@@ -340,12 +342,17 @@ def fits(depth: int, value_depth: int) -> bool:
     )
 
 
-def registers_for(depth: int, crowded: bool) -> tuple[int, int, int]:
-    """Shares with which ptxas spills nothing (DSL 4.8.1, 2026-11-30; a test builds every form). crowded: a soft cap or
-    segments, whose temporaries compute threads hold."""
+def registers_for(depth: int, **kinds: bool) -> tuple[int, int, int]:
+    """Shares with which ptxas spills nothing, by the plan's depth and fields.
+
+    Found by trying, as spills do not fall steadily with registers (DSL 4.8.1, 2026-11-30; a test builds every form).
+    """
     if depth > NATIVE_DEPTHS[0]:
         return DEEP_REGISTERS
-    return CROWDED_REGISTERS if crowded else PairPlan.registers
+    if kinds["soft_cap"]:
+        return CAPPED_REGISTERS
+    plain = not (kinds["band"] or kinds["segments"])
+    return ORDERED_REGISTERS if plain and kinds["ordered"] else PairPlan.registers
 
 
 def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | single.Plan:
@@ -353,12 +360,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | single.Plan:
     spec = problem.spec
     if not worth(problem) or problem.dtype not in KERNEL_DTYPES or spec.bias or spec.mask:
         return single.choose(problem, arch)  # or refuses what neither takes
+    kinds = {"band": False, "segments": False, "soft_cap": spec.soft_cap, "ordered": spec.deterministic}
     return PairPlan(
-        problem.dtype,
-        problem.d,
-        problem.v,
-        soft_cap=spec.soft_cap,
-        ordered=spec.deterministic,
-        registers=registers_for(problem.d, spec.soft_cap),
-        arch=arch,
+        problem.dtype, problem.d, problem.v, **kinds, registers=registers_for(problem.d, **kinds), arch=arch
     )

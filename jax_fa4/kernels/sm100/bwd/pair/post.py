@@ -61,7 +61,11 @@ def bwd_post(
 
 def start(stream, plan, data, kernel, e):
     """Starts the kernel. data: pointers by buffer name; e: extents by symbol."""
-    assert kernel.block == POST_THREADS == POST_ROWS * ACROSS and plan.tile == 2 * POST_ROWS and POST_ROWS % (2 * plan.unit) == 0
+    assert (
+        kernel.block == POST_THREADS == POST_ROWS * ACROSS
+        and plan.tile == 2 * POST_ROWS
+        and POST_ROWS % (2 * plan.unit) == 0
+    )
     pointers = [data[name] for name in kernel.pointers]
     bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent

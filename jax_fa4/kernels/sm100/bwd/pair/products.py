@@ -30,7 +30,7 @@ def tiles(plan, box):
 
 
 def _operand(plan, shared, major, shape):
-    """(base, offsets) for pipe.issue of a tile as B of a one-CTA product: (columns of B, summed over). The descriptor
+    """(base, offsets) for umma.issue of a tile as B of a one-CTA product: (columns of B, summed over). The descriptor
     of a pair's CTA is the same, as it speaks of that CTA's memory; A's has B's form."""
     kind, one = DTYPES[plan.dtype], tcgen05.CtaGroup.ONE
     mma = helpers.make_trivial_tiled_mma(
@@ -71,5 +71,5 @@ def instruction(plan, rows, columns, b_turned=False, a_turned=False):
 
 
 def steps(depth):
-    """MMA steps along a depth whose rest is known to be zero."""
-    return -(-depth // umma.K_STEP)
+    """MMA steps along a depth whose rest is known to be zero, as a range."""
+    return 0, -(-depth // umma.K_STEP)

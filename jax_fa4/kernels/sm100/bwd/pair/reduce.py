@@ -1,7 +1,8 @@
 """The reduce warpgroup: its CTA's half of each dQ goes through shared memory, and is added to the workspace.
 
-A lane has one query and half of its columns, as the product leaves it: lanes 0..63 the first, lanes 64..127 the rest. In the workspace a tile is [CTA of the pair][block of 4 columns][lane][4], so that a warp's 16-byte stores to
-shared memory do not collide and slices are consecutive; the postprocess undoes it.
+A lane has one query and half of its columns, as the product leaves it: lanes 0..63 the first, lanes 64..127 the rest.
+In the workspace a tile is [CTA of the pair][block of 4 columns][lane][4], so that a warp's 16-byte stores to shared
+memory do not collide and slices are consecutive; the postprocess undoes it.
 """
 
 import cutlass
@@ -10,9 +11,8 @@ from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm100 import tmem
-from jax_fa4.kernels.sm100.bwd.pair.pipe import arrive_leader
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, turn
-from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
+from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 MEET = 2  # named barrier of the reduce warps
 
@@ -58,7 +58,7 @@ def _send(ctx, slot, m):
     line = tmem.read(ctx.tmem + plan.at("dq"), plan.half, thread)
     tmem.loaded()
     before_arrive()
-    arrive_leader(ctx.empty["dq"])
+    arrive_warp(ctx.empty["dq"], plan.leader)
     to = ctx.work + (slot * (plan.tile * plan.inner) + ctx.rank * (GROUP * plan.half))
     flag = ctx.turns + slot if const_expr(plan.ordered) else None
     for s in cutlass.range_constexpr(count):
