@@ -399,8 +399,10 @@ def attention_varlen(
     Returns:
       out [total_q, N, V], or (out, lse float32 [total_q, N]).
 
-    The sequences are spread to [sequences, max_seqlen, ...] and attended with lengths: work and memory follow
-    sequences x max_seqlen, so mixed lengths pay for the longest.
+    Where the sequences of queries and keys are the same (one array is given for both, or two that are equal and
+    concrete), they are much shorter than their maximum on average, and kernels run, they stay packed: each sequence's
+    tiles meet its own alone. Else they are spread to [sequences, max_seqlen, ...] and attended with lengths: work and
+    memory follow sequences x max_seqlen, so mixed lengths pay for the longest.
     """
     query, key, value = _as_array("query", query), _as_array("key", key), _as_array("value", value)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -412,13 +414,19 @@ def attention_varlen(
     cu_k = _cumulative("cu_seqlens_k", cu_seqlens_k, key.shape[0], longest["k"])
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one shape; they have {cu_q.shape} and {cu_k.shape}")
+    options = {
+        "scale": scale, "is_causal": is_causal, "local_window_size": local_window_size,
+        "implementation": implementation, "causal_alignment": causal_alignment, "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks, "deterministic": deterministic,
+    }  # fmt: skip
+    if _stays_packed((query, key, value), (cu_seqlens_q, cu_seqlens_k), longest, options):
+        out, lse = _attend_packed((query, key, value), cu_q, min(longest.values()), checkpoint_name, options)
+        return (out, lse) if return_residual else out
     q, q_len = _spread(query, cu_q, longest["q"])
     (k, kv_len), (v, _) = _spread(key, cu_k, longest["k"]), _spread(value, cu_k, longest["k"])
     out, lse = attention(
-        q, k, v, scale=scale, is_causal=is_causal, query_seq_lengths=q_len, key_value_seq_lengths=kv_len,
-        local_window_size=local_window_size, implementation=implementation, return_residual=True,
-        causal_alignment=causal_alignment, logits_soft_cap=logits_soft_cap, sinks=sinks, deterministic=deterministic,
-        checkpoint_name=checkpoint_name,
+        q, k, v, query_seq_lengths=q_len, key_value_seq_lengths=kv_len, return_residual=True,
+        checkpoint_name=checkpoint_name, **options,
     )  # fmt: skip
     cut = (q_len > longest["q"]) | (kv_len > longest["k"])
     wrong = _out_of_order(cu_q, query.shape[0]) | _out_of_order(cu_k, key.shape[0])
@@ -427,6 +435,43 @@ def attention_varlen(
     cut |= wrong
     out, lse = _pack(out, cu_q, query.shape[0], cut, zero), _pack(lse, cu_q, query.shape[0], cut, nothing)
     return (out, lse) if return_residual else out
+
+
+def _stays_packed(arrays: tuple[Any, ...], cu: tuple[Any, Any], longest: dict[str, int], options: Any) -> bool:
+    """Whether kernels take the sequences as segments of one example, and that saves work.
+
+    Causal and windowed positions count inside each sequence: as segments they do so only where queries and keys have
+    the same sequences. Work is then at most the total times the longest.
+    """
+    total, sequences = arrays[0].shape[0], cu[0].shape[0] - 1
+    known = not any(isinstance(x, jax.core.Tracer) for x in cu)
+    same = cu[0] is cu[1] or (known and np.array_equal(cu[0], cu[1]))
+    if not same or arrays[1].shape[0] != total or 5 * total > 4 * sequences * min(longest.values()):
+        return False
+    query, key, value = (jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in arrays)
+    lens, ids = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((1, total), np.int32)
+    more: dict[str, Any] = {"query_seq_lengths": lens, "key_value_seq_lengths": lens}
+    more |= {"query_segment_ids": ids, "key_value_segment_ids": ids, **options}
+    first = spec.check_implementation(
+        config.implementation if options["implementation"] is None else options["implementation"]
+    )[0]
+    return first == "fa4" and is_supported(query, key, value, **more)[0]
+
+
+def _attend_packed(
+    arrays: tuple[Any, ...], cu: Any, longest: int, checkpoint_name: str | None, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(out, lse) with sequences as segments of one example; NaN in the rows of traced ones that make no sense."""
+    total = arrays[0].shape[0]
+    row = jnp.arange(total, dtype=jnp.int32)
+    ids = jnp.searchsorted(cu, row, side="right").astype(jnp.int32)[None]
+    out, lse = attention(
+        *(x[None] for x in arrays), query_segment_ids=ids, key_value_segment_ids=ids, query_seq_lengths=cu[-1:],
+        key_value_seq_lengths=cu[-1:], return_residual=True, checkpoint_name=checkpoint_name, **options,
+    )  # fmt: skip
+    owner = jnp.clip(ids[0] - 1, 0, cu.shape[0] - 2)
+    cut = ((cu[1:] - cu[:-1] > longest)[owner] & (row < cu[-1])) | _out_of_order(cu, total)
+    return jnp.where(cut[:, None, None], jnp.nan, out[0]), jnp.where(cut[:, None], jnp.nan, lse[0])
 
 
 def _maximum(name: str, n: Any) -> int:

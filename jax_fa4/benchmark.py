@@ -11,6 +11,7 @@ Protocol
   * backward = (forward and backward) - forward, the same for everybody.
   * FLOPs: 4 b n t s d forward (2 (d + v) for unequal depths), 2.5 times that backward, halved for causal masks, and
     the visible share for windows. A plain 8192^3 bf16 matrix product is timed in the same run.
+  * Packed sequences: peers that take one example a sequence spread them and pack the results, inside the call.
   * Results are compared once with the XLA path before anything is timed; a wrong implementation gets no number.
 """
 
@@ -19,12 +20,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa4 import report
-from jax_fa4.api import attention
+from jax_fa4.api import attention, attention_varlen
+from jax_fa4.cases import NAMED, Case
 from jax_fa4.version import __version__
 
 NAMES = ("ours", "ours_det", "cudnn", "xla", "tokamax")
@@ -42,111 +43,68 @@ WARM = 2
 SAMPLE_SECONDS = 0.05
 SAMPLES = 7
 TOLERANCE = 0.02  # relative L2 against the XLA path: a wrong mask is off by far more, bf16 rounding by 4e-3
-LABEL = re.compile(
-    r"D(?P<depth>\d+)(,(?P<value_depth>\d+))? (?P<kind>full|causal|window (?P<window>\d+)) (T(?P<queries>\d+) )?"
-    r"S(?P<length>\d+) B(?P<batch>\d+) N(?P<heads>\d+)(:(?P<kv_heads>\d+))?( (?P<dtype>\w+))?"
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem. `length` queries and keys unless `queries` says otherwise; `batch` x `length` tokens."""
-
-    depth: int
-    length: int
-    batch: int
-    heads: int
-    kv_heads: int = 0  # 0: as many as heads
-    value_depth: int = 0  # 0: as deep as the keys
-    causal: bool = False
-    window: int | None = None  # keys to the left, causal
-    queries: int = 0  # 0: length
-    dtype: str = "bfloat16"
-
-    @property
-    def kind(self) -> str:
-        """What a curve over lengths has in common: depths, mask, heads."""
-        depth = f"D{self.depth}" + (f",{self.value_depth}" if self.value_depth else "")
-        mask = "causal" if self.causal else "full"
-        mask = f"window {self.window}" if self.window is not None else mask
-        queries = f" T{self.queries}" if self.queries else ""
-        return f"{depth} {mask}{queries} {self._heads}"
-
-    @property
-    def _heads(self) -> str:
-        heads = f"N{self.heads}" + (f":{self.kv_heads}" if self.kv_heads else "")
-        return heads if self.dtype == "bfloat16" else f"{heads} {self.dtype}"
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind.removesuffix(self._heads)}S{self.length} B{self.batch} {self._heads}"
-
-    @staticmethod
-    def from_label(text: str) -> Case:
-        """The case of that label, as a report holds it. A window is causal."""
-        found = LABEL.fullmatch(text)
-        if not found:
-            raise ValueError(f"{text!r} is no label of a case, such as 'D128 causal S4096 B4 N16:4'")
-        whole = {name: int(found[name] or 0) for name in ("depth", "value_depth", "queries", "length", "batch")}
-        return Case(
-            **whole,
-            heads=int(found["heads"]),
-            kv_heads=int(found["kv_heads"] or 0),
-            causal=found["kind"] != "full",
-            window=int(found["window"]) if found["window"] else None,
-            dtype=found["dtype"] or "bfloat16",
-        )
-
-    @property
-    def pairs(self) -> float:
-        """Visible (query, key) pairs of one head; causal counted as half the square, as everybody does."""
-        t, s = self.queries or self.length, self.length
-        if self.window is not None:
-            i = np.arange(t)
-            return float(np.minimum(i + 1, self.window + 1).sum())
-        return t * s * (0.5 if self.causal and t == s else 1.0)
-
-    @property
-    def flops(self) -> float:
-        """Of the forward pass."""
-        depth = self.depth + (self.value_depth or self.depth)
-        return 2 * self.batch * self.heads * self.pairs * depth
-
 
 Call = Callable[[Any, Any, Any], Any]
 
 
 def implementations(case: Case, names: list[str]) -> dict[str, Call]:
-    """Callables by name: ours, ours_det, cudnn, xla, tokamax (where installed)."""
-    window = None if case.window is None else (case.window, 0)
+    """Callables by name: ours, ours_det, cudnn, xla, tokamax (where installed, and it takes the case)."""
+    ours, peer = calls(case)
     made: dict[str, Call] = {}
     for name in names:
         if name in ("ours", "ours_det"):
-            made[name] = functools.partial(
-                attention,
-                is_causal=case.causal,
-                local_window_size=window,
-                implementation="fa4",
-                deterministic=name == "ours_det",
-            )
+            made[name] = functools.partial(ours, implementation="fa4", deterministic=name == "ours_det")
         elif name in ("cudnn", "xla"):
-            made[name] = functools.partial(
-                jax.nn.dot_product_attention,
-                is_causal=case.causal or window is not None,
-                local_window_size=window,
-                implementation=name,
-            )
+            made[name] = functools.partial(peer, implementation=name)
         elif name == "tokamax":
             try:
                 import tokamax
             except ImportError:
                 continue
-            made[name] = functools.partial(
-                tokamax.dot_product_attention, is_causal=case.causal or window is not None, local_window_size=window
-            )
+            window = None if case.window is None else (case.window, 0)
+            if not case.packed:
+                made[name] = functools.partial(
+                    tokamax.dot_product_attention, is_causal=case.causal or window is not None, local_window_size=window
+                )
         else:
             raise ValueError(f"unknown implementation {name!r}; there are {', '.join(NAMES)}")
     return made
+
+
+def calls(case: Case) -> tuple[Any, Any]:
+    """(our call, jax.nn's) of q, k, v and implementation."""
+    peer: Any = jax.nn.dot_product_attention
+    if case.packed:
+        return packed_calls(case, peer)
+    window = None if case.window is None else (case.window, 0)
+    return (
+        functools.partial(attention, is_causal=case.causal, local_window_size=window),
+        functools.partial(peer, is_causal=case.causal or window is not None, local_window_size=window),
+    )
+
+
+def packed_calls(case: Case, peer: Any) -> tuple[Any, Any]:
+    """As `calls`. The peer takes one example a sequence: sequences are spread, and the results packed, inside."""
+    lengths = np.array(case.sequences, np.int32)
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    longest = int(lengths.max())
+    place = np.minimum(np.arange(longest)[None], lengths[:, None] - 1) + cu[:-1, None]  # past a length its last row
+    back = np.concatenate([n * longest + np.arange(length) for n, length in enumerate(lengths)])
+
+    def segments(q: Any, k: Any, v: Any, **how: Any) -> Any:
+        return attention(q, k, v, is_causal=case.causal, query_segment_ids=ids, key_value_segment_ids=ids, **how)
+
+    def varlen(q: Any, k: Any, v: Any, **how: Any) -> Any:
+        how |= {"max_seqlen_q": longest, "max_seqlen_k": longest, "is_causal": case.causal}
+        return attention_varlen(q[0], k[0], v[0], cu, cu, **how)[None]
+
+    def spread(q: Any, k: Any, v: Any, **how: Any) -> Any:
+        how |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "is_causal": case.causal}
+        out = peer(*(x[0][place] for x in (q, k, v)), **how)
+        return out.reshape(-1, *out.shape[2:])[back][None]
+
+    return varlen if case.packed == "varlen" else segments, spread
 
 
 def inputs(case: Case) -> list[tuple[Any, Any, Any, Any]]:
@@ -224,12 +182,7 @@ class Row:
 
 def reference_results(case: Case, sets: Any, backward: bool) -> Any:
     """Results of the XLA path on the first set."""
-    call = functools.partial(
-        attention,
-        is_causal=case.causal,
-        local_window_size=None if case.window is None else (case.window, 0),
-        implementation="xla",
-    )
+    call = functools.partial(calls(case)[0], implementation="xla")
     return jax.device_get((both_of if backward else forward_of)(call)(sets[:1])[0])
 
 
@@ -314,8 +267,11 @@ def table(rows: list[Row]) -> str:
 
 
 def standard_cases(args: argparse.Namespace) -> list[Case]:
-    """`tokens` in all, 2048 / D heads, full and causal, and the windows asked for; each also with fewer key heads."""
+    """The named ones; or `tokens` in all, 2048 / D heads, full, causal and windows; each also with fewer key heads."""
     made = []
+    if args.cases:
+        names = list(NAMED) if "all" in args.cases else dict.fromkeys(args.cases)
+        return [replace(case, dtype=args.dtype) for name in names for case in NAMED[name]]
     for depth in args.depths:
         heads = max(1, 2048 // depth)
         bad = [ratio for ratio in args.gqa if ratio < 1 or heads % ratio]
@@ -335,6 +291,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[64, 128], metavar="D")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="S")
     parser.add_argument("--tokens", type=int, default=16384, help="in all; the batch follows (default: %(default)s)")
+    named = f"instead of a sweep of these: all, or of {', '.join(NAMED)}"
+    parser.add_argument("--cases", nargs="+", choices=("all", *NAMED), metavar="NAME", help=named)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--gqa", type=int, nargs="+", default=[1], metavar="R", help="query heads for each key head")
     parser.add_argument("--window", type=int, nargs="+", default=[], metavar="W", help="also causal windows of W keys")
@@ -385,7 +343,7 @@ def take(cases: list[Case], names: list[str], backward: bool, samples: int) -> d
     rows: list[Row] = []
     before = machine()
     for case in cases:
-        new = measure(case, names, backward, samples)
+        new = measure(case, names, backward and case.queries != 1, samples)  # nobody differentiates a decoding step
         rows += new
         print(table(new).split("\n", 1)[1], flush=True)
     return {

@@ -30,7 +30,7 @@ class Line:
 
 def lines(report: Report, direction: str) -> list[Line]:
     """TFLOP/s against length, for each kind of case and implementation that has a number."""
-    from jax_fa4.benchmark import Case
+    from jax_fa4.cases import Case
 
     points: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
     for row in report["rows"]:
@@ -151,7 +151,7 @@ def _ratios(report: Report, direction: str) -> Any:
     """Ours over the best peer; above 1 we are faster."""
     from matplotlib.figure import Figure
 
-    from jax_fa4.benchmark import Case
+    from jax_fa4.cases import Case
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -188,6 +188,7 @@ your machine, and to draw what you measured:
 
 ```bash
 python -m jax_fa4 benchmark --depths 64 128 --lengths 1024 4096 16384 --out mine.json --plots plots
+python -m jax_fa4 benchmark --cases all --peers ours cudnn xla --deterministic --out named.json
 python -m jax_fa4 benchmark --from-json mine.json --plots plots
 ```
 

@@ -203,6 +203,63 @@ def test_varlen_equals_the_sequences_one_by_one(options: dict[str, Any]) -> None
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["causal", "bottom_right", "window", "sinks and cap"])
+def test_varlen_that_stays_packed_is_what_spread_sequences_are(name: str, monkeypatch: Any) -> None:
+    """Through XLA, which is told to do what kernels do; NaN in the rows of no sequence."""
+    from jax_fa4 import api
+
+    options: dict[str, Any] = {
+        "causal": {"is_causal": True},
+        "bottom_right": {"is_causal": True, "causal_alignment": "bottom_right"},
+        "window": {"local_window_size": (2, 1)},
+        "sinks and cap": {"sinks": jnp.array([0.5, -1.0, 0.0, 2.0]), "logits_soft_cap": 2.0, "scale": 0.7},
+    }[name]
+    q, k, v, dout, cu, _ = packed()
+    k, v = (x[: q.shape[0]].at[cu[-1] :].set(jnp.nan) for x in (k, v))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return jax_fa4.attention_varlen(
+            q, k, v, cu, cu, max_seqlen_q=7, max_seqlen_k=7, return_residual=True, **options
+        )
+
+    want, want_grads = run(q, k, v), jax.grad(lambda *x: (run(*x)[0] * dout).sum(), (0, 1, 2))(q, k, v)
+    monkeypatch.setattr(api, "_stays_packed", lambda *_: True)
+    spread = []
+    monkeypatch.setattr(api, "_spread", lambda *x: spread.append(x))
+    for got, exact in zip(run(q, k, v), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-6)
+    grads = jax.grad(lambda *x: (run(*x)[0] * dout).sum(), (0, 1, 2))(q, k, v)
+    for got, exact in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-6)
+    assert not spread
+    call = jax.jit(lambda cu: jax_fa4.attention_varlen(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6))
+    out = np.asarray(call(jnp.asarray(cu)))
+    assert np.isnan(out[3:10]).all() and np.isfinite(out[:3]).all() and np.isfinite(out[10:]).all()
+    assert np.isnan(np.asarray(call(jnp.asarray(cu[::-1])))).all()
+
+
+def test_varlen_stays_packed_where_that_saves_work_and_kernels_run() -> None:
+    from jax_fa4 import api
+
+    def stays(
+        cu_q: Any, cu_k: Any, longest: int, dtype: Any = jnp.bfloat16, arch: str = "sm_90a", **options: Any
+    ) -> bool:
+        x = jax.ShapeDtypeStruct((1000, 2, 64), dtype)
+        all_of = {"scale": None, "implementation": None, "is_causal": True} | options
+        with jax_fa4.config(arch=arch):
+            return api._stays_packed((x, x, x), (cu_q, cu_k), {"q": longest, "k": longest}, all_of)
+
+    cu = np.array([0, 700, 800, 900, 1000])
+    assert stays(cu, cu, 700) and stays(cu, cu.copy(), 700)
+    assert not stays(cu, cu + np.array([0, 1, 1, 1, 0]), 700), "other keys: their diagonals differ"
+    assert not stays(cu, cu, 250), "nothing is saved where all are as long as the longest"
+    assert not stays(cu, cu, 700, dtype=jnp.float32), "no kernel"
+    assert not stays(cu, cu, 700, implementation="xla")
+    seen = []
+    jax.jit(lambda a, b: seen.append((stays(a, a, 700), stays(a, b, 700))))(cu, cu)
+    assert seen == [(True, False)], "traced ones are the same where they are one array"
+
+
 def test_varlen_never_cuts_silently() -> None:
     q, k, v, _, cu_q, cu_k = packed()
     with pytest.raises(ValueError, match=r"sequence of 7.*given, 6"):

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_fa4
 from jax_fa4 import benchmark, cli, report
-from jax_fa4.benchmark import Case, Row
+from jax_fa4.benchmark import Row
+from jax_fa4.cases import MIXED, NAMED, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -23,6 +25,7 @@ CASES = (
     Case(192, 512, 2, 8, value_depth=128, causal=True),
     Case(128, 4096, 4, 16, kv_heads=4, causal=True, window=512),
     Case(128, 4096, 4, 16, kv_heads=4, queries=1, causal=True, dtype="float16"),
+    *(case for cases in NAMED.values() for case in cases if case.packed or case.queries == 1),
 )
 TOY = Case(16, 32, 1, 2, causal=True, dtype="float32")
 
@@ -37,9 +40,36 @@ def test_a_label_tells_the_case(case):
     assert Case.from_label(case.label) == case
 
 
+def test_named_cases():
+    parse = cli.parser().parse_args
+    every = benchmark.standard_cases(parse(["benchmark", "--cases", "all"]))
+    assert every == [case for cases in NAMED.values() for case in cases]
+    assert [Case.from_label(case.label) for case in every] == every and len({c.label for c in every}) == len(every)
+    some = benchmark.standard_cases(parse(["benchmark", "--cases", "short", "decode", "--dtype", "float16"]))
+    assert [c.length for c in some] == [2048, 16384, 16384, 16384] and {c.dtype for c in some} == {"float16"}
+    with pytest.raises(SystemExit):
+        parse(["benchmark", "--cases", "longest"])
+
+
+@pytest.mark.parametrize("packed", ["segments", "varlen"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_timed_against_peers_that_compute_the_same(packed, causal):
+    case = Case(8, 64, 1, 2, causal=causal, packed=packed, dtype="float32")
+    assert len(case.sequences) == len(MIXED) and sum(case.sequences) == 64
+    assert case.pairs == sum(n * n for n in case.sequences) / (2 if causal else 1)
+    made = benchmark.implementations(case, ["ours", "ours_det", "xla", "tokamax"])
+    assert set(made) == {"ours", "ours_det", "xla"}, "tokamax takes no such call"
+    sets = benchmark.inputs(case)
+    want = benchmark.reference_results(case, sets, True)
+    for a, b in zip(benchmark.both_of(made["xla"])(sets[:1])[0], want, strict=True):
+        assert benchmark.error(a, b) < 1e-5
+    whole = jax_fa4.attention(*sets[0][:3], is_causal=causal, implementation="xla")
+    assert benchmark.error(whole, want[0]) > 0.1, "the sequences are kept apart"
+
+
 def test_cases_of_one_kind_differ_in_length_and_batch_only():
     assert Case(64, 1024, 16, 32, causal=True).kind == Case(64, 4096, 4, 32, causal=True).kind == "D64 causal N32"
-    assert len({case.kind for case in CASES}) == len(CASES)
+    assert len({case.kind for case in CASES}) == len({case.label for case in CASES}) == len(CASES)
 
 
 def test_what_is_no_label_is_refused():

@@ -146,10 +146,11 @@ TABLE = (
         (*MEANING, r"jax_fa4\.(benchmark|cli|doctor|kernels|precompile)", r"jax_fa4\.ffi\.(bundle|compile|store)"),
         never=("flax", *DSL),
     ),
+    Layer(r"jax_fa4\.cases", (*MEANING, "numpy"), never=("jax", *DSL)),
     Layer(
         r"jax_fa4\.(doctor|benchmark|report)",
         (
-            r"jax_fa4(\.(api|doctor|benchmark|report|config|spec|mask|version|kernels|primitives|reference))?",
+            r"jax_fa4(\.(api|cases|doctor|benchmark|report|config|spec|mask|version|kernels|primitives|reference))?",
             "jax",
             "numpy",
         ),
