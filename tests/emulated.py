@@ -65,12 +65,18 @@ def forward(
     given["sinks"] = None if inp.sinks is None else inp.sinks.astype(np.float32)
     memory = {b.name: given[b.name] for b in plan.inputs}
     shapes = {"B": case.b, "T": case.t, "S": case.s, "N": case.n, "K": case.k}
-    out, lse = plan.outputs
     e = plan.extents(shapes)
-    memory["out"] = Uninitialised(out.sized(e), raw(np.zeros(0), dtype).dtype)
-    memory["lse"] = Uninitialised(lse.sized(e), np.dtype(np.float32))
-    (launch,) = launches(plan, bind, shapes, edit(ptx_of(plan)))
-    report = run(launch.ptx, to_emulator(launch, roles), memory, seed=seed, **how)
+    for b in plan.outputs:
+        kind = raw(np.zeros(0), dtype).dtype if b.name == "out" else np.dtype(np.float32)
+        memory[b.name] = Uninitialised(b.sized(e), kind)
+    reports = []
+    for launch in launches(plan, bind, shapes, edit(ptx_of(plan))):
+        own = roles if not reports else None
+        reports.append(run(launch.ptx, to_emulator(launch, own), memory, seed=seed, **how))
+        memory |= {b.name: reports[-1].outputs[b.name] for b in plan.outputs if b.role == "scratch"}
+    report = reports[-1]
+    for earlier in reports[:-1]:
+        earlier.check()
     got = report.outputs["out"]
     got = got.view(DTYPES[dtype]) if dtype == "bfloat16" else got
     none = [None] * (len(Result._fields) - 2)

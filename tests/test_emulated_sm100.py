@@ -259,3 +259,35 @@ def test_halves_of_pairs_that_see_nothing_are_not_computed(case, halves, whole):
         report.check()
         check(got, case, inp, "bfloat16")
         assert report.counters.total("tensor.cycles") / 512 == tiles
+
+
+# Few queries against many keys: heads of a group as rows, keys shared by P CTAs, and the kernel that combines them.
+FEW = {
+    "one query": Case("decode", b=2, t=1, s=900, n=8, k=2, d=128, kv_lens=(900, 0)),
+    "some, sinks": Case("decode_3", b=2, t=3, s=700, n=6, k=2, causal=True, bottom_right=True, sinks=True,
+                        kv_lens=(690, 300)),
+    "a group of seven": Case("decode_60", b=1, t=60, s=520, n=7, k=1, d=72, v=40, window=(200, 3), bottom_right=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_against_many_keys(name):
+    plan = plan_of(FEW[name])
+    assert plan.splits and plan.packed
+    passes(FEW[name], seed=1)
+
+
+def test_split_keys_of_long_queries():
+    """Parts without a key of some rows, or of all; the sink counts once."""
+    case = Case("split", b=1, t=300, s=900, n=1, k=1, d=128, causal=True, kv_lens=(800,), sinks=True)
+    passes(case, seed=1, splits=True, sections=False)
+
+
+def test_parts_are_a_run_time_number():
+    """One object serves every batch and length: P alone differs."""
+    plan = choose(Problem(Case("x").spec, 1, 1, 4096, 8, 1, 64, 64))
+    ends = [{"B": b, "T": 1, "S": s, "N": 8, "K": 1} for b, s in ((1, 512), (1, 16384), (200, 16384))]
+    parts = [plan.extents(shapes)["P"] for shapes in ends]
+    assert parts == [2, 64, 5]
+    grids = [bind(plan, plan.extents(shapes))[0].grid[0] for shapes in ends]
+    assert grids == [p * shapes["B"] for p, shapes in zip(parts, ends, strict=True)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
+from jax_fa4.kernels.common.splits import parts_for
 from jax_fa4.kernels.common.tiles import (
     all_keys_visible,
     dealt,
@@ -26,7 +27,7 @@ from jax_fa4.kernels.common.tiles import (
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
 from jax_fa4.kernels.sm90.fwd.choose_plan import FEW_TILES, MEASURED
-from jax_fa4.kernels.sm90.fwd.plan import NATIVE_DEPTHS, Plan, bind, native, parts_for, swizzle_of
+from jax_fa4.kernels.sm90.fwd.plan import NATIVE_DEPTHS, Plan, bind, native, swizzle_of
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 

@@ -15,6 +15,7 @@ PLANS = {
     "d64": Plan("bfloat16", 64, 64),
     "d128": FULL,
     "d192": Plan("bfloat16", 192, 128),  # O over Q, two stages
+    "decode": replace(FULL, splits=True, packed=True),
     "p at once": replace(FULL, early=4, stage_cap=2),
 }
 

@@ -32,9 +32,15 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 # Those whose plan follows from the shapes too: what chooses the plan that serves every shape.
 _CHOOSE_ANY_SHAPE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
     ("sm_90a", "fwd"): partial(sm90_fwd.choose, any_shape=True),
+    ("sm_100a", "fwd"): partial(sm100_fwd.choose, any_shape=True),
+    ("sm_103a", "fwd"): partial(sm100_fwd.choose, arch="sm_103a", any_shape=True),
 }
 # Problems of the same kind, so that each plan that shapes may decide for is the plan of one.
-_STAND_INS: dict[tuple[str, str], Callable[[Problem], list[Problem]]] = {("sm_90a", "fwd"): sm90_fwd.stand_ins}
+_STAND_INS: dict[tuple[str, str], Callable[[Problem], list[Problem]]] = {
+    ("sm_90a", "fwd"): sm90_fwd.stand_ins,
+    ("sm_100a", "fwd"): sm100_fwd.stand_ins,
+    ("sm_103a", "fwd"): sm100_fwd.stand_ins,
+}
 
 
 def select(problem: Problem, arch: str, any_shape: bool = False) -> Plan:

@@ -9,6 +9,7 @@ from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.fwd.context import query_tile
 from jax_fa4.kernels.sm100.fwd.join import join
 from jax_fa4.kernels.sm100.fwd.plan import GROUP
+from jax_fa4.kernels.sm100.fwd.rows import put_part, sink_of
 from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
 CHUNK = 16  # columns of O in registers at a time; more would not fit beside the other roles' shares
@@ -33,7 +34,7 @@ def _rescale(base, depth: cutlass.Constexpr, thread, factor):
 
 
 @cute.jit
-def _settle(ctx, total, peak):
+def _settle(ctx, row, total, peak):
     """(factor of O, log-sum-exp in log2 units, whether the row is dead) from the row's sum and maximum.
 
     A sink is one more term of the sum. It is added relative to the larger of it and the maximum, so that a large sink
@@ -43,7 +44,7 @@ def _settle(ctx, total, peak):
     high = peak * ctx.scale
     if const_expr(ctx.sinks is None):
         return 1.0 / total, high + cute.math.log2(total, fastmath=True), dead
-    sink = ctx.sinks[ctx.head] * LOG2E
+    sink = sink_of(ctx, row) * LOG2E
     top = sink if dead else cute.arch.fmax(high, sink)
     base = Float32(0) if top == -Float32.inf else top  # a sink of -inf is none
     shift = Float32(0) if dead else cute.math.exp2(high - base, fastmath=True)
@@ -53,7 +54,7 @@ def _settle(ctx, total, peak):
 
 @cute.jit
 def _finish(ctx, s: cutlass.Constexpr, thread):
-    """O / row sum to shared memory, log-sum-exp to global memory.
+    """O / row sum to shared memory, of a part of the keys to global memory, and log-sum-exp to global memory.
 
     A row that sees no key gives 0 and -inf, or its sink. 0 is selected, not multiplied: queries past the length may
     have left NaN in O.
@@ -63,10 +64,12 @@ def _finish(ctx, s: cutlass.Constexpr, thread):
     if const_expr(plan.workers > 0):
         cute.arch.mbarrier_arrive(ctx.empty["stats"] + s)
         cute.arch.mbarrier_wait(ctx.empty["final"] + s, (ctx.turn & 1) ^ 1)
-    factor, lse, dead = _settle(ctx, total, peak)
+    at = query_tile(ctx, s) * plan.tile + thread
+    factor, lse, dead = _settle(ctx, at, total, peak)
     cute.arch.mbarrier_wait(ctx.full["acc"] + s, ctx.turn & 1)
     after_wait()
-    row, kind = ctx.out[2][thread, None, s], DTYPES[plan.dtype]
+    kind = DTYPES[plan.dtype]
+    row = None if const_expr(plan.splits) else ctx.out[2][thread, None, s]
     for c in cutlass.range_constexpr(0, plan.inner_value, WIDE):
         line = tmem.read(ctx.tmem + plan.at("o", s) + c, WIDE, thread)
         tmem.loaded()
@@ -77,15 +80,19 @@ def _finish(ctx, s: cutlass.Constexpr, thread):
         _times(line, factor)
         for j in cutlass.range_constexpr(WIDE):
             line[j] = Float32(0) if dead else line[j]
-        half = cute.make_rmem_tensor(WIDE, kind)
-        half.store(line.load().to(kind))
-        for j in cutlass.range_constexpr(0, WIDE, 8):  # 16 bytes
-            part = cute.make_tensor(half.iterator + j, cute.make_layout(8))
-            cute.autovec_copy(part, cute.local_tile(row, (8,), ((c + j) // 8,)))
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.mbarrier_arrive(ctx.full["final"] + s)
-    to, at = ctx.lse, query_tile(ctx, s) * plan.tile + thread
-    if at < ctx.queries:
+        if const_expr(plan.splits):
+            put_part(ctx, at, line, c)
+        else:
+            half = cute.make_rmem_tensor(WIDE, kind)
+            half.store(line.load().to(kind))
+            for j in cutlass.range_constexpr(0, WIDE, 8):  # 16 bytes
+                part = cute.make_tensor(half.iterator + j, cute.make_layout(8))
+                cute.autovec_copy(part, cute.local_tile(row, (8,), ((c + j) // 8,)))
+    if const_expr(not plan.splits):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(ctx.full["final"] + s)
+    to = ctx.lse
+    if at < ctx.length:
         to[at] = lse * LN2
 
 

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from jax_fa4.kernels.common.combine import combine
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
@@ -75,7 +76,8 @@ def _play(ctx, given):
             _role(ctx, given, load)
             _leave(ctx)
         elif ctx.warp == plan.STORE:
-            _role(ctx, given, store)
+            if const_expr(not plan.splits):
+                _role(ctx, given, store)
             _leave(ctx)
         else:
             _role(ctx, given, edge)
@@ -94,25 +96,28 @@ def _play(ctx, given):
 
 @cute.kernel
 def forward(
-    q_atom: cute.CopyAtom,
-    q: cute.Tensor,
+    q_atom,
+    q,
     k_atom: cute.CopyAtom,
     k: cute.Tensor,
     v_atom: cute.CopyAtom,
     v: cute.Tensor,
-    out_atom: cute.CopyAtom,
-    out: cute.Tensor,
+    out_atom,
+    out,
+    q_rows,
     lse: cute.Pointer,
     ints: cute.Pointer,
     floats: cute.Pointer,
     q_segments,
     kv_segments,
     sinks,
+    part,
     queries: Int32,
     keys: Int32,
     heads: Int32,
     kv_heads: Int32,
     batches: Int32,
+    parts,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
@@ -124,7 +129,9 @@ def forward(
     queries_at = memory.allocate_array(Uint8, plan.query_bytes, byte_alignment=1024)
     keys_at = memory.allocate_array(Uint8, plan.stages * plan.stage_bytes, byte_alignment=1024)
     out_at = queries_at if const_expr(plan.out_over_q) else queries_at + 2 * plan.q_bytes
-    places = {"q": queries_at, "k": keys_at, "v": keys_at, "out": out_at}
+    places = {"q": queries_at, "k": keys_at, "v": keys_at}
+    places |= {} if plan.splits else {"out": out_at}
+    places |= {"rows": queries_at} if plan.packed else {}
     shared = {name: operands.shared(plan, place, name) for name, place in places.items()}
     stats = memory.allocate_array(Float32, plan.stats_words)
     full, empty = make_barriers(memory, plan.rings)
@@ -142,6 +149,12 @@ def forward(
     # Aligned: the compiler reads it by 16 bytes, and past its end where it begins elsewhere.
     space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16) if const_expr(plan.segments) else None
     before, scale = scales(plan, floats)
+    each, lines, group = 1, heads, heads // kv_heads
+    if const_expr(plan.packed):
+        each, lines, group = group, kv_heads, 1
+    this = None
+    if const_expr(plan.splits):
+        index, this = index // parts, index % parts
     ctx = Context(
         plan=plan,
         warp=warp,
@@ -151,20 +164,24 @@ def forward(
         keys=keys,
         heads=heads,
         batches=batches,
-        group=heads // kv_heads,
+        each=each,
+        length=queries * each,
+        lines=lines,
+        group=group,
         before=before,
         scale=scale,
         sinks=sinks,
         q=(q_atom, q, shared["q"]),
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
-        out=(out_atom, out, shared["out"]),
+        out=(out_atom, out, shared.get("out")),
+        q_rows=(None, q_rows, shared.get("rows")),
         stats=stats,
         tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_at),
         full=full,
         empty=empty,
     )
-    given = (ints, q_segments, kv_segments, lse, space)
+    given = (ints, q_segments, kv_segments, lse, space, (part, this, parts))
     if const_expr(plan.workers == 0):
         ctx = place(ctx, index, given)
     _play(ctx, given)
@@ -196,10 +213,16 @@ def _atoms(plan, descriptors, data):
 
 def launch(stream, plan, data, e):
     """Launches the call. data: device pointers by buffer name; e: extents by symbol, the DSL's Int32."""
-    (main,) = bind(plan, e, wide=lambda x: x.to(Int64))
+    main, *then = bind(plan, e, wide=lambda x: x.to(Int64))
     tma = _atoms(plan, main.descriptors, data)
-    maps = [part for name in ("q", "k", "v", "out") for part in tma[name]]
-    pointers = [data.get(name) for name in ("lse", "ints", "floats", "q_segments", "kv_segments", "sinks")]
-    labelled(forward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+    maps = [part for name in ("q", "k", "v", "out") for part in tma.get(name, (None, None))]
+    pointers = [data["q"] if plan.packed else None, data["part_lse" if plan.splits else "lse"]]
+    pointers += [data.get(name) for name in ("ints", "floats", "q_segments", "kv_segments", "sinks", "part")]
+    sizes = [e[symbol] for symbol in main.extents] + [None] * (not plan.splits)
+    labelled(forward, plan)(*maps, *pointers, *sizes, plan).launch(
         grid=main.grid, block=(main.block, 1, 1), cluster=(main.cluster, 1, 1), stream=stream, min_blocks_per_mp=1
     )
+    for last in then:
+        labelled(combine, plan)(
+            *[data[name] for name in last.pointers], *[e[symbol] for symbol in last.extents], plan
+        ).launch(grid=last.grid, block=(last.block, 1, 1), stream=stream)

@@ -43,7 +43,7 @@ def load(ctx):
     rank = ctx.rank
     mine = 0 if rank is None else rank
     scores, output = operands.scores(plan).get_slice(mine), operands.output(plan).get_slice(mine)
-    q = _tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (plan.rows, d), (None, 0))
+    q = None if plan.packed else _tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (plan.rows, d), (None, 0))
     k = _tiles(ctx.k, scores.partition_B, ctx.kv_head, ctx.batch, (n, d), (None, 0))
     v = _tiles(ctx.v, output.partition_B, ctx.kv_head, ctx.batch, (dv, n), (0, None))
     full, empty = ctx.full["kv"], ctx.empty["kv"]
@@ -52,7 +52,9 @@ def load(ctx):
         which = ctx.last - 1 - i
         wait(empty, at)
         _fetch(rank, k, which, at.index, full + at.index, plan.key_bytes)
-        if i == 0:
+        if const_expr(plan.packed):
+            pass  # the softmax groups bring their rows
+        elif i == 0:
             for s in cutlass.range_constexpr(2):
                 if const_expr(plan.workers > 0):
                     cute.arch.mbarrier_wait(ctx.empty["q"] + s, (ctx.turn & 1) ^ 1)

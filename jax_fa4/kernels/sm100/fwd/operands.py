@@ -20,11 +20,14 @@ def output(plan):
 def layout(name, plan):
     """(swizzle, layout) of q, k, v or out in shared memory: (MMA, rows, depth, stages), out (rows, columns, tiles).
 
+    "rows" is q as (rows, columns, tiles).
+
     V's is that of V^T, depth first. Of a pair's products they are this CTA's part. K and V share stages, so both step
     by the larger of the two.
     """
     m, n, d, dv, kind = plan.rows, plan.tile, plan.inner, plan.inner_value, DTYPES[plan.dtype]
-    if name == "out":
+    if name in ("out", "rows"):
+        dv = dv if name == "out" else d
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, kind)
         whole = cute.tile_to_shape(atom, (n, dv, 2), order=(0, 1, 2))
         return whole.inner, whole.outer

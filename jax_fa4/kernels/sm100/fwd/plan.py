@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.splits import combining, parts_for, scratch
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
-TSNKB = ("T", "S", "N", "K", "B")
 ARCHS = ("sm_100a", "sm_103a")
 GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
 WARP = 32
@@ -62,6 +62,8 @@ class Plan:
     registers: tuple[int, int, int] = (192, 80, 48)  # a thread of softmax, of correction, of the other warps
     workers: int = 0  # CTAs in all, each takes its share of the pairs of query tiles; 0: a CTA for each
     sections: bool = False  # order of pairs: by length over as many heads as L2 holds; else head by head
+    splits: bool = False  # the blocks of a pair are shared by P CTAs, a second kernel combines what they found
+    packed: bool = False  # heads that share a key head are rows beside each other: few queries fill a tile
     skips: bool = True  # no half of a pair meets a block that it sees nothing of
     stage_cap: int = 10  # most stages of K and V; tests lower it so that the ring wraps within two blocks
     baked_scale: float | None = None  # for equality proofs only: a constant in place of floats[scale]
@@ -87,6 +89,9 @@ class Plan:
         # Weights reach 2^lazy and must stay finite in the 16-bit type.
         assert 0 <= self.lazy <= 15, f"lazy={self.lazy}: weights up to 2^{self.lazy} overflow float16"
         assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
+        assert not (self.splits and (self.workers or self.pair)), "CTAs that share keys have one pair of tiles each"
+        assert self.splits or not self.packed, "rows of several heads are put in their places by the combining kernel"
+        assert not (self.packed and self.segments), "ids are looked up by row"
         assert not (self.workers and self.out_over_q), "the next Q would wait for O to be stored; and it spills"
         assert not (self.workers and self.pair), "no CTA leaves its pair between two query tiles, nor counts for both"
         assert not (self.workers and self.segments), "which blocks segments share is found out by the whole CTA"
@@ -159,12 +164,12 @@ class Plan:
     @property
     def out_over_q(self) -> bool:
         """Whether O takes Q's place: the last product of O is done after the last one that reads Q, same pipe."""
-        return TILE_BUDGET - 2 * (self.q_bytes + self.out_bytes) < FEW_STAGES * self.stage_bytes
+        return not self.splits and TILE_BUDGET - 2 * (self.q_bytes + self.out_bytes) < FEW_STAGES * self.stage_bytes
 
     @property
     def query_bytes(self) -> int:
         """Two tiles of Q and two of O."""
-        q, out = 2 * self.q_bytes, 2 * self.out_bytes
+        q, out = 2 * self.q_bytes, 0 if self.splits else 2 * self.out_bytes
         return max(q, out) if self.out_over_q else q + out
 
     @property
@@ -180,7 +185,9 @@ class Plan:
         again = int(self.workers > 0)  # for the next pair of tiles
         join = 2 * GROUP // WARP * ctas if self.pair else 2 * GROUP
         return (
-            Ring("q", "load", "mma", 2, 1, again, ctas * self.q_bytes),
+            Ring("q", "softmax", "mma", 2, GROUP, 0, 0)
+            if self.packed
+            else Ring("q", "load", "mma", 2, 1, again, ctas * self.q_bytes),
             # K0 V0 K1 V1 ...; a stage is freed by the commit after the second product that reads it
             Ring("kv", "load", "mma", self.stages, 1, 1, ctas * self.stage_bytes),
             # V's rows past the length in the first visited block are zero
@@ -196,7 +203,7 @@ class Plan:
             # filled through named barriers, a warp of softmax to the warp of correction with the same rows
             Ring("stats", "softmax", "correct", 2, 0, GROUP, 0),
             # O, normalised, in shared memory
-            Ring("final", "correct", "store", 2, GROUP, again, 0),
+            *(Ring("final", "correct", "store", 2, GROUP, again, 0),) * (not self.splits),
             # the leader, that the other's half of the first V is there too: its bytes count on the leader's barrier
             *(Ring("landed", "edge", "edge", 1, 1, 0, 0),) * self.pair,
         )
@@ -257,32 +264,43 @@ class Plan:
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
-        return (
+        base = (
             Buffer("out", self.dtype, ("B", "T", "N", self.value_depth), "out"),
             Buffer("lse", "float32", ("B", "N", "T"), "out"),
         )
+        return base + scratch(self.value_depth) * self.splits
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K."""
-        return {**shapes, **value_extents(shapes["B"])}
+        """All symbols of one call, from B, T, S, N and K. P: see `parts_for`."""
+        e = {**shapes, **value_extents(shapes["B"])}
+        if self.splits:
+            e["P"] = parts_for(pairs_of(self, e), up(e["S"], self.tile), SMS)
+        return e
 
 
 def bind(plan: Plan, e: dict[str, Any], wide: Callable[[Any], Any] = int) -> tuple[Kernel, ...]:
     """The launches of one call. `e`: extents by symbol, ints or the DSL's integers; `wide` makes one 64-bit."""
     buffers = {b.name: b for b in plan.inputs + plan.outputs}
+    piece = 2 * plan.value_piece
     maps = (
-        rows_of(buffers["q"], (plan.tile, plan.inner), e, wide),
+        *(rows_of(buffers["q"], (plan.tile, plan.inner), e, wide),) * (not plan.packed),
         rows_of(buffers["k"], (plan.tile // plan.ctas, plan.inner), e, wide),
-        rows_of(buffers["v"], (plan.tile, plan.inner_value // plan.ctas), e, wide, swizzle=2 * plan.value_piece),
-        rows_of(buffers["out"], (plan.tile, plan.inner_value), e, wide, store=True),
+        rows_of(buffers["v"], (plan.tile, plan.inner_value // plan.ctas), e, wide, swizzle=piece),
+        *(rows_of(buffers["out"], (plan.tile, plan.inner_value), e, wide, store=True),) * (not plan.splits),
     )
-    grid = (plan.workers or up(e["T"], 2 * plan.rows) * plan.ctas * e["N"] * e["B"], 1, 1)
-    pointers = ("lse", *(b.name for b in plan.inputs[3:]))
-    return (
-        Kernel(
-            "forward", grid, plan.threads, maps, cluster=plan.ctas, smem=plan.smem, pointers=pointers, extents=TSNKB
-        ),
-    )
+    grid = (plan.workers or pairs_of(plan, e) * plan.ctas * (e["P"] if plan.splits else 1), 1, 1)
+    pointers = (*("q",) * plan.packed, "part_lse" if plan.splits else "lse", *(b.name for b in plan.inputs[3:]))
+    pointers, extents = pointers + ("part",) * plan.splits, ("T", "S", "N", "K", "B") + ("P",) * plan.splits
+    more = {"cluster": plan.ctas, "smem": plan.smem, "pointers": pointers, "extents": extents}
+    main = Kernel("forward", grid, plan.threads, maps, **more)
+    return (main, combining(e)) if plan.splits else (main,)
+
+
+def pairs_of(plan: Plan, e: dict[str, Any]) -> Any:
+    """Pairs of query tiles of one call (of two pairs, for a pair of CTAs)."""
+    if plan.packed:
+        return up(e["T"] * (e["N"] // e["K"]), 2 * plan.rows) * e["K"] * e["B"]
+    return up(e["T"], 2 * plan.rows) * e["N"] * e["B"]
 
 
 def share_of(depth: int, band: bool, arch: str) -> Share | None:
@@ -336,6 +354,8 @@ def pair_pays(plan: Plan, queries: int, keys: int) -> bool:
     return 2 * up(queries, 4 * plan.tile) * two < up(queries, 2 * plan.tile) * one
 
 
+FEW_QUERIES = 64  # a pair of tiles of theirs alone would be three quarters empty
+FEW_KEYS = 512  # fewer are not worth a second kernel
 SMS = 148  # of a B200; a card with more leaves some idle, one with fewer would do some pairs last and alone
 
 
@@ -350,8 +370,24 @@ def persistent(depth: int, value_depth: int, arch: str) -> dict[str, Any]:
     return {"workers": SMS, "registers": (184, 80, 64)} if tiles == (128, 128) and arch != "sm_103a" else {}
 
 
-def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
-    """The plan that serves this problem, or Unsupported with the argument's name and what would work."""
+def few_queries(problem: Problem) -> bool:
+    """Decoding, one token or some at a time: K and V are read once for all heads that share them, by as many CTAs as
+    the card has places for. Lengths that are symbols are not known."""
+    t, s = problem.t, problem.s
+    known = isinstance(t, int) and isinstance(s, int)
+    return known and t <= FEW_QUERIES and s >= FEW_KEYS and not problem.spec.segments
+
+
+def stand_ins(problem: Problem) -> list[Problem]:
+    """Problems of the same kind, so that each plan that shapes may decide for is the plan of one."""
+    return [replace(problem, t=t, s=4 * LONG) for t in (4 * LONG, 4 * LONG + 100, LONG - 1, 1)]
+
+
+def choose(problem: Problem, arch: str = "sm_100a", any_shape: bool = False) -> Plan:
+    """The plan that serves this problem, or Unsupported with the argument's name and what would work.
+
+    Shapes decide between few plans, each of which is right for any shape; any_shape: one that no shape decides for.
+    """
     spec = problem.spec
     if arch not in ARCHS:
         raise Unsupported(f"arch {arch!r}: this kernel is built for {' and '.join(ARCHS)}")
@@ -369,12 +405,16 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         if wanted:
             raise Unsupported(f"{name}: the Blackwell forward has no kernel for it; implementation='xla' computes it")
     more: dict[str, Any] = {"sections": True}
-    if not spec.band and not spec.segments:
+    if not (spec.band or spec.segments or spec.soft_cap):
         more = persistent(problem.d, problem.v, arch)
+    few = few_queries(problem) and not any_shape
+    if few:
+        more = {"splits": True, "packed": True}
     if spec.soft_cap:
         # Its temporaries want registers, and two more results of MUFU a score. So: the largest share, and a band, which
         # may be unbounded; without one 8 bytes spill.
-        more = {"sections": True, "soft_cap": True, "registers": (208, 56, 40), "band": True}
+        # Of parts, correction puts its rows itself and wants more.
+        more |= {"soft_cap": True, "registers": (200, 72, 40) if few else (208, 56, 40), "band": True}
     plan = Plan(
         problem.dtype,
         problem.d,
@@ -385,4 +425,5 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         share=share_of(64 if spec.soft_cap else problem.d, spec.band, arch),
         arch=arch,
     )
-    return paired(plan) if pair_pays(plan, problem.t, problem.s) else plan
+    known = isinstance(problem.t, int) and isinstance(problem.s, int) and not any_shape
+    return paired(plan) if known and not few and pair_pays(plan, problem.t, problem.s) else plan

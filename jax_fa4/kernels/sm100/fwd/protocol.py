@@ -115,7 +115,7 @@ class _Forward:
             me.append(Wait(self.at("kv", "empty", stage), before - 1))
             # Even versions are loads, odd ones the zeroed edge.
             self.fetched(me, self.at("kv", "full", stage), before, Write(self.at("kv", stage), 2 * before))
-            if which == 0:
+            if which == 0 and not self.plan.packed:
                 for s in range(2):
                     if self.again:
                         me.append(Wait(("q", "empty", s), self.turn - 1))
@@ -249,6 +249,8 @@ class _Forward:
 
     def softmax(self, s: int, w: int) -> None:
         me, plan, (first, last) = self.of("softmax", s, w), self.plan, self.now.of(s)
+        if plan.packed:
+            me += [Write(self.at("q", s), 0), Arrive(self.at("q", "full", s), 0, WARP)]
         if self.again:
             me.append(Wait(("stats", "empty", s), self.rounds[s] + self.turn - 1))
         for block in range(first, last):
@@ -329,7 +331,8 @@ class _Forward:
         me.append(Read(self.at("o", s, w), 2 * (final - self.turn) - 2))
         if not self.last:
             me.append(Arrive(("probs", "full", s), final - self.turn, WARP))
-        me += [self.out(Write, s), Arrive(self.at("final", "full", s), self.turn, WARP)]
+        if not self.plan.splits:
+            me += [self.out(Write, s), Arrive(self.at("final", "full", s), self.turn, WARP)]
 
     def out(self, kind: type, s: int) -> Event:
         """Access to a tile of O in shared memory, which may have been Q's place."""
@@ -337,6 +340,8 @@ class _Forward:
 
     def store(self) -> None:
         me = self.of("store")
+        if self.plan.splits:
+            return
         copies = []
         for s in range(2):
             me.append(Wait(self.at("final", "full", s), self.turn))

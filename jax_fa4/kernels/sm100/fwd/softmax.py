@@ -8,10 +8,11 @@ from cutlass._mlir.dialects import nvvm
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.exp2 import exp2_line
-from jax_fa4.kernels.sm100.fwd.context import query_tile
+from jax_fa4.kernels.sm100.fwd.context import query_of, query_tile
 from jax_fa4.kernels.sm100.fwd.join import join
 from jax_fa4.kernels.sm100.fwd.mask import hide
 from jax_fa4.kernels.sm100.fwd.plan import GROUP
+from jax_fa4.kernels.sm100.fwd.rows import bring_row
 from jax_fa4.kernels.sm100.fwd.segments import hide_others, own_ids
 from jax_fa4.kernels.sm100.fwd.work import of_tile
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
@@ -115,6 +116,8 @@ def softmax(ctx):
     row = query_tile(ctx, s) * plan.tile + thread
     round, start = of_tile(ctx.rounds, s), of_tile((ctx.last - 1 - ctx.lead, ctx.last - 1), s)
     spent = round + ctx.turn  # phases of `stats`: one a block, one a pair
+    if const_expr(plan.packed):
+        bring_row(ctx, s, thread)
     own = own_ids(ctx, row) if const_expr(plan.segments) else None
     peak, total = -Float32.inf, Float32(0)
     if const_expr(plan.workers > 0):  # the last pair's sum and maximum were read
@@ -135,7 +138,7 @@ def softmax(ctx):
         _weigh(ctx, s, thread, line, peak)
         cute.arch.mbarrier_wait(ctx.empty["stats"] + s, (spent + i) & 1)
         total = _row_sum(line, total * factor)  # the float32 weights, not the rounded ones; off the critical path
-    past = row >= ctx.band.q_len
+    past = query_of(ctx, row) >= ctx.band.q_len
     stats[slot] = Float32(0) if past else total
     stats[2 * GROUP + slot] = -Float32.inf if past else peak
     cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)

@@ -31,27 +31,32 @@ def example_band(plan, ints, batch, queries, keys):
 
 
 def item(ctx, index):
-    """(pair of tiles, head, batch) of the index-th pair of the call."""
-    plan, tiles = ctx.plan, up(ctx.queries, 2 * ctx.plan.rows)
+    """(pair of tiles, line, batch) of the index-th pair of the call."""
+    plan, tiles, heads = ctx.plan, up(ctx.length, 2 * ctx.plan.rows), ctx.lines
     if const_expr(plan.sections):
         line_bytes = ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)
         kept = cutlass.max(SECTION_BYTES // line_bytes // ctx.keys, 1)  # key heads; never 2^31 bytes
-        lines = ctx.heads * ctx.batches
+        lines = heads * ctx.batches
         tile, line = sectioned(index, tiles, lines, kept * ctx.group, plan.band, cutlass.min)
-        return tile, line % ctx.heads, line // ctx.heads
-    return work_item(index, tiles, ctx.heads, plan.band)
+        return tile, line % heads, line // heads
+    return work_item(index, tiles, heads, plan.band)
 
 
 def place(ctx, index, given):
-    """The context of the index-th pair. given: (ints, q_segments, kv_segments, lse, space)."""
+    """The context of the index-th pair. given: (ints, q_segments, kv_segments, lse, space, (part, this, parts))."""
     plan = ctx.plan
-    ints, q_segments, kv_segments, lse, space = given
+    ints, q_segments, kv_segments, lse, space, (part, this, parts) = given
     tile, head, batch = item(ctx, index)
     band, segments = example_band(plan, ints, batch, ctx.queries, ctx.keys), None
     if const_expr(plan.segments):
         segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
-    last, blocks = visited(plan, tile, band, segments, space)
-    lead, trail = halves(plan, tile, band, last, blocks)
+    line, counted = batch.to(Int64) * ctx.lines + head, True
+    if const_expr(plan.splits):
+        counted = this == 0
+        line = line + this.to(Int64) * ctx.lines * ctx.batches
+        part = part + line * ctx.length * plan.value_depth
+    last, blocks, band = visited(ctx, tile, band, segments, space, (this, parts))
+    lead, trail = halves(ctx, tile, band, last, blocks)
     return replace(
         ctx,
         tile=tile,
@@ -64,7 +69,9 @@ def place(ctx, index, given):
         trail=trail,
         band=band,
         segments=segments,
-        lse=lse + (batch.to(Int64) * ctx.heads + head) * ctx.queries,
+        lse=lse + line * ctx.length,
+        part=part,
+        counted=counted,
     )
 
 
@@ -73,7 +80,7 @@ def work(ctx, given, role: cutlass.Constexpr):
     """A role's part of all pairs of this CTA."""
     plan = ctx.plan
     cta = cute.arch.block_idx()[0]
-    total = up(ctx.queries, 2 * plan.rows) * ctx.heads * ctx.batches
+    total = up(ctx.length, 2 * plan.rows) * ctx.lines * ctx.batches
     mine = share(total, plan.workers, cta, 1, cutlass.min, cutlass.max)
     uses, first, second = Int32(0), Int32(0), Int32(0)
     for n in cutlass.range(mine, unroll=1):

@@ -13,6 +13,7 @@ from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.combine import combine
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, settle, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import ITEM_BYTES, labelled
@@ -20,7 +21,6 @@ from jax_fa4.kernels.common.ring import start, step
 from jax_fa4.kernels.common.segments import narrow
 from jax_fa4.kernels.common.tiles import dealt, key_tiles, paired, sectioned, share, up, work_item
 from jax_fa4.kernels.sm90.fwd.attend import attend
-from jax_fa4.kernels.sm90.fwd.combine import combine
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
 from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of

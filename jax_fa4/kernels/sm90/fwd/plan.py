@@ -7,13 +7,11 @@ from typing import Any
 
 from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
+from jax_fa4.kernels.common.splits import combining, parts_for, scratch
 from jax_fa4.kernels.common.tiles import up
 
 NATIVE_DEPTHS = (64, 96, 128, 192, 256)
 SMS = 132  # of an H100 or H200
-MOST_PARTS = 64  # of a query tile's keys
-START = 2.0  # of a CTA, with its end: about as long as so many key tiles
-COMBINE_ROWS = 4  # rows that a CTA of the combining kernel takes, a warp each
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 
 
@@ -117,11 +115,7 @@ class Plan:
             Buffer("out", self.dtype, ("B", "T", "N", self.value_depth), "out"),
             Buffer("lse", "float32", ("B", "N", "T"), "out"),
         )
-        parts = (
-            Buffer("part", "float32", ("P", "B", "N", "T", self.value_depth), "scratch"),
-            Buffer("part_lse", "float32", ("P", "B", "N", "T"), "scratch"),
-        )
-        return base + parts * self.splits
+        return base + scratch(self.value_depth) * self.splits
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T, S, N and K. P: see `parts_for`."""
@@ -183,9 +177,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
     main = Kernel("forward", (grid, 1, 1), plan.threads, maps, smem=plan.smem, pointers=pointers, extents=extents)
     if not plan.splits:
         return (main,)
-    rows = up(e["B"] * e["N"] * e["T"], COMBINE_ROWS)
-    taken = ("part", "part_lse", "out", "lse")
-    return (main, Kernel("combine", (rows, 1, 1), 32 * COMBINE_ROWS, pointers=taken, extents=("B", "N", "T", "K", "P")))
+    return (main, combining(e))
 
 
 def query_tiles(plan: Plan, e: dict[str, Any]) -> Any:
@@ -193,22 +185,6 @@ def query_tiles(plan: Plan, e: dict[str, Any]) -> Any:
     if plan.packed:
         return up(e["T"] * (e["N"] // e["K"]), plan.rows) * e["K"] * e["B"]
     return up(e["T"], plan.rows) * e["N"] * e["B"]
-
-
-def parts_for(tiles: int, key_tiles: int, places: int, band: bool = False) -> int:
-    """Parts of a query tile's keys, for `places` CTAs at a time: the fewest that take the least time, counted in key
-    tiles, a CTA's start and end as START of them. At least two key tiles a part.
-
-    band: as if causal, the longest first: half of all, shared evenly, but at least the longest.
-    """
-
-    def time(parts: int) -> float:
-        longest = up(key_tiles, parts) + START
-        if band:
-            return max(longest, tiles * parts * (key_tiles / (2 * parts) + START) / places)
-        return up(tiles * parts, places) * longest
-
-    return min(range(1, max(min(key_tiles // 2, MOST_PARTS), 1) + 1), key=time)
 
 
 def tiles_for(depth: int, value_depth: int, crowded: bool = False) -> dict[str, Any]:

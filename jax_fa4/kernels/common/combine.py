@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.sm90.fwd.plan import COMBINE_ROWS
-from jax_fa4.kernels.sm90.rows import LN_2, LOG2_E
+from jax_fa4.kernels.common.splits import COMBINE_ROWS
+
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
 
 def place_of(row, queries, heads, kv_heads, plan):
