@@ -185,7 +185,7 @@ def test_integers_are_exact():
 
 
 def test_keys_with_a_mean_lose_what_the_rounding_of_out_takes():
-    """delta is a sum over `out`, which is given in 16 bits. Its error times the keys' mean is left in dQ, for a row's dS
+    """delta is a sum over `out`, given in 16 bits. Its error times the keys' mean is left in dQ, for a row's dS
     no longer sums to 0: dQ is off by more than an unfused computation's, and just by what its operands determine."""
     case = Case("offset", b=1, t=70, s=140, n=1, k=1, fill="offset")
     inp, got, _ = backward(plan_of(case), case)
