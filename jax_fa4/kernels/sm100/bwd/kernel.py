@@ -17,7 +17,7 @@ from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_m
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.segments import narrowed
-from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
+from jax_fa4.kernels.common.tiles import query_tiles, sectioned, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
 from jax_fa4.kernels.sm100.bwd import post, products
@@ -25,7 +25,7 @@ from jax_fa4.kernels.sm100.bwd.compute import compute
 from jax_fa4.kernels.sm100.bwd.context import Context
 from jax_fa4.kernels.sm100.bwd.load import load
 from jax_fa4.kernels.sm100.bwd.mma import multiply
-from jax_fa4.kernels.sm100.bwd.plan import GROUP, WARP, bind
+from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind
 from jax_fa4.kernels.sm100.bwd.reduce import reduce
 from jax_fa4.mask import Band
 
@@ -66,6 +66,19 @@ def _take(tickets, memory, index, plan: cutlass.Constexpr):
         cute.arch.barrier()
         index = ticket[0]
     return index
+
+
+def _work(plan, index, key_tiles, kv_heads):
+    """(key tile, key head, example) of a place in the order of work.
+
+    Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do. Both
+    across the heads of a section, see plan.SECTION; without a mask or turns head by head, whose queries stay in L2.
+    """
+    if const_expr(not (plan.ordered or plan.band)):
+        return work_item(index, key_tiles, kv_heads, False)
+    lines = cute.arch.grid_dim()[0] // key_tiles
+    tile, line = sectioned(index, key_tiles, lines, SECTION, plan.ordered, cutlass.min)
+    return tile, line % kv_heads, line // kv_heads
 
 
 @cute.jit
@@ -138,8 +151,7 @@ def backward(
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
     index = _take(tickets, memory, cute.arch.block_idx()[0], plan)
-    # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
-    tile, kv_head, batch = work_item(index, up(keys, plan.tile), kv_heads, plan.ordered)
+    tile, kv_head, batch = _work(plan, index, up(keys, plan.tile), kv_heads)
     band = _band(ints, batch, queries, keys)
     first, last = query_tiles(tile, (plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
     first, last, segments = Int32(first), Int32(last), None

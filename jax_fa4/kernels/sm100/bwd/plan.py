@@ -22,6 +22,9 @@ DEPTHS = "multiples of 8 up to 128, or one of them up to 192"
 SLICE = 32  # columns of dQ that leave at a time
 CAPPED_REGISTERS = (80, 184, 64)
 SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
+# Heads (of all examples) whose key tiles are taken across: key tiles of one head that run at once wait for each other's
+# turns, so few should; and some should, as they read the same queries. 148 SMs then hold four or five of a head.
+SECTION = 32
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 

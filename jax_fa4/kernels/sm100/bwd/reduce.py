@@ -27,12 +27,34 @@ def _add(to, source, nbytes: cutlass.Constexpr):
 
 
 @cute.jit
-def _await_turn(flag, rank):
-    """Spins until `rank` key tiles have added to this query tile."""
+def _give_turn(flag, others: cutlass.Constexpr):
+    """The next key tile may add to this query tile: all but the thread's last `others` bulk additions are complete, not
+    only read."""
+    cute.arch.cp_async_bulk_wait_group(others)
+    cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+
+@cute.jit
+def _add_in_turn(flags, rank, to, source, nbytes: cutlass.Constexpr):
+    """A step's first addition, when `rank` key tiles have added to its query tile.
+
+    flags: (of the query tile, of the step before or None). The turn of the step before is given up only here, so that
+    its additions complete while this step is made: at once if this one must wait, else when it has begun. Waits are for
+    lower ranks, which have started earlier, and whoever waits has given up all turns: nobody waits in a circle.
+    """
+    flag, before = flags
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    at_once = now == rank
+    if const_expr(before is not None):
+        if not at_once:
+            _give_turn(before, 0)
     while now != rank:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
+    _add(to, source, nbytes)
+    if const_expr(before is not None):
+        if at_once:
+            _give_turn(before, 1)
 
 
 @cute.jit
@@ -61,14 +83,14 @@ def _read(ctx, first: cutlass.Constexpr, width: cutlass.Constexpr, last: cutlass
 
 
 @cute.jit
-def _send(ctx, slot, m):
-    """Adds a thread's row of dQ to the workspace, slice by slice. slot: of query tile m in workspace and turns."""
+def _send(ctx, slot, m, before):
+    """Adds a thread's row of dQ to the workspace, slice by slice. slot: of query tile m in workspace and turns; before:
+    of the step before, -1 where there was none."""
     plan, thread, part = ctx.plan, ctx.thread, ctx.part
     count = -(-plan.depth // SLICE)
     if const_expr(plan.at_once):
         line = _read(ctx, 0, SLICE * count, True)
     to = ctx.work + slot * (plan.tile * plan.depth)
-    flag = ctx.turns + slot if const_expr(plan.ordered) else None
     for s in cutlass.range_constexpr(count):
         width = min(SLICE, plan.depth - SLICE * s)
         place = part + s % plan.slices * plan.slice_numbers
@@ -86,23 +108,30 @@ def _send(ctx, slot, m):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
         if thread == 0:
+            to_slice, nbytes = to + s * plan.slice_numbers, 4 * GROUP * width
             if const_expr(plan.ordered and s == 0):
-                _await_turn(flag, _rank(ctx, m))
-            _add(to + s * plan.slice_numbers, place, 4 * GROUP * width)
-            if const_expr(plan.ordered and s == count - 1):
-                cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
-                cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+                flag, rank = ctx.turns + slot, _rank(ctx, m)
+                if before >= 0:
+                    _add_in_turn((flag, ctx.turns + before), rank, to_slice, place, nbytes)
+                else:
+                    _add_in_turn((flag, None), rank, to_slice, place, nbytes)
+            else:
+                _add(to_slice, place, nbytes)
 
 
 @cute.jit
 def reduce(ctx):
-    n = Int32(0)
+    n, before = Int32(0), Int64(-1)
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
             cute.arch.mbarrier_wait(ctx.full["dq"], n & 1)
             after_wait()
-            _send(ctx, line + m, m)
-            n = n + 1
+            _send(ctx, line + m, m, before)
+            n, before = n + 1, line + m
     if ctx.thread == 0:
-        cute.arch.cp_async_bulk_wait_group(0)
+        if const_expr(ctx.plan.ordered):
+            if before >= 0:
+                _give_turn(ctx.turns + before, 0)
+        else:
+            cute.arch.cp_async_bulk_wait_group(0)
