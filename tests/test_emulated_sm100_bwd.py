@@ -115,9 +115,7 @@ def test_segments_of_several_tiles(deterministic):
         assert memory["tickets"] == 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("case", "seed"), [(DEEP[0], 0), (DEEP[0], 2), (DEEP[1], 3)], ids=lambda x: getattr(x, "name", str(x))
-)
+@pytest.mark.parametrize(("case", "seed"), [(DEEP[0], 0), (DEEP[0], 2)], ids=lambda x: getattr(x, "name", str(x)))
 def test_backward_deeper_than_128(case, seed):
     plan, _ = passes(case, seed=seed)
     assert plan.serial

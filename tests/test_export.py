@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,35 @@ def test_one_export_for_cpu_and_a_gpu_that_is_not_here():
     again = jax.export.deserialize(exported.serialize())
     assert set(again.platforms) == {"cpu", "cuda"}
     close(again.call(q, k, v), jnp.full((2, 256, 4, 64), 3.0))
+
+
+def test_a_models_gradient_for_blackwell_is_lowered_on_a_cpu_machine_and_reloaded():
+    """Two layers, causal and packed, gradients in fixed order: forward and backward of each are kernels for sm_100a.
+    The same export runs here, where they are XLA's."""
+    pytest.importorskip("cutlass", reason="the kernels are built here")
+    weights = 0.05 * jax.random.normal(jax.random.key(0), (2, 4, 128, 128), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 200, 128), jnp.bfloat16)
+    ids = jnp.arange(200)[None] // 90
+
+    def loss(weights: Any, x: Any) -> Any:
+        for n in range(2):
+            q, k, v = (jnp.reshape(x @ w, (1, 200, 2, 64)) for w in weights[n, :3])
+            more = {"query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": True}
+            out = jax_fa4.attention(q, k, v, deterministic=True, **more)
+            x = x + jnp.reshape(out, x.shape) @ weights[n, 3]
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    grad = jax.jit(jax.grad(loss))
+    with jax_fa4.config(arch="sm_100a"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that no such GPU has run them
+        checks = jax_fa4.export_disabled_checks()
+        exported = jax.export.export(grad, platforms=("cpu", "cuda"), disabled_checks=checks)(weights, x)
+    calls = re.findall(r"stablehlo.custom_call @(\w+)", exported.mlir_module())
+    assert [name for name in calls if "Cutlass" in name] == 4 * ["CuteDSLRT_NvJaxCutlassCall_v2"], calls
+    again = jax.export.deserialize(exported.serialize())
+    assert set(again.platforms) == {"cpu", "cuda"}
+    got, wanted = again.call(weights, x), grad(weights, x)
+    assert np.array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32)) and np.abs(got).max() > 0
 
 
 def test_a_symbolic_batch_is_refused_by_jax_in_words():

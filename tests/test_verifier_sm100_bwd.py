@@ -1,9 +1,9 @@
 """The main kernel of the Blackwell backward is race-free, one key tile against one to three query tiles.
 
 Of a plan with turns the verifier is told two values that it has no channel for: a ticket is the CTA's number, and the
-turn of the only key tile has come. The additions that give turns up are left out: sentryward 0.1.1 has no atomic addition
-that a value is read of elsewhere. That turns are taken in order, and end, is tests/test_sm100_bwd_plan.py's and the
-emulator's. Segment ids it cannot judge: which of a warp's branches are taken depends on memory that it does not know.
+turn of the only key tile has come. The additions that give turns up are left out: sentryward 0.1.1 has no words for
+them. That turns are taken in order, and end, is tests/test_sm100_bwd_plan.py's and the emulator's. Segment ids it
+cannot judge: which of a warp's branches are taken depends on memory that it does not know.
 """
 
 import functools
