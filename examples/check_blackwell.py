@@ -3,9 +3,10 @@
     python examples/check_blackwell.py                       # half an hour or so; writes blackwell_report.json
     python examples/check_blackwell.py --only causal --no-times --out mine.json
 
-These kernels have been emulated and in part verified, but have never run on such a GPU: please send the report, be it right
-or wrong. Each problem runs in a process of its own and is given up after --seconds, so that a kernel that hangs or crashes
-costs one line, not the run. Exit code: 0 all right, 1 something is not, 2 nothing was run (the reason is printed).
+These kernels have been emulated and in part verified, but have never run on such a GPU: please send the report, be it
+right or wrong. Each problem runs in a process of its own and is given up after --seconds, so that a kernel that hangs or
+crashes costs one line, not the run. Exit code: 0 all right, 1 something is not, 2 nothing was run (the reason is
+printed).
 
 The error rule: against the XLA path in float32 at the highest precision, an error (largest, and root mean square) of at
 most twice that of the XLA path in the same 16-bit dtype, plus one rounding of the largest value.
