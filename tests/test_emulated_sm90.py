@@ -244,6 +244,10 @@ SPLIT = {
         Case("few_tiles", b=1, t=11, s=600, n=14, k=2, window=(200, 3), bottom_right=True, sinks=True, soft_cap=3.0),
         SMALL | {"packed": True, "keys": 64},
     ),
+    "few, two warpgroups": (  # each multiplies rows that the other brought
+        Case("few_groups", b=1, t=10, s=300, n=13, k=1),
+        {"splits": True, "packed": True},
+    ),
     "as chosen": (
         Case("decode_chosen", b=2, t=2, s=600, n=12, k=4, causal=True, bottom_right=True, kv_lens=(600, 555)),
         {"by_shape": True},

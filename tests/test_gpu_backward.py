@@ -219,7 +219,7 @@ def test_deterministic_with_thousands_of_ctas_and_many_queued_calls(case: str, k
             assert (a == b).all()
 
 
-def test_deterministic_100_repeats_jit_and_eager() -> None:
+def test_6_deterministic_100_repeats_jit_and_eager() -> None:
     run, args = backward_of("2,1024,1024,8,2,128", KINDS["causal"], True)
     first = bits(run(*args))
     q, k, v, dout = args

@@ -1,12 +1,15 @@
 """Failures that users of other attention libraries reported, as tests of the public call on the XLA path.
 
 The number in each name is the row of our list of public reports; rows that need a GPU are in test_gpu*.py, rows about
-transforms and sharding in test_transforms.py and test_sharding.py, rows about Flax in test_flax_*.py.
+transforms and sharding in test_transforms.py and test_sharding.py, rows about Flax in test_flax_*.py. The last test
+holds the list against the names.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import dense
@@ -335,3 +338,83 @@ def test_63_memory_grows_with_the_length_not_its_square(backward: bool) -> None:
     sizes = [temporary(fn, s) for s in (4096, 8192, 16384)]
     assert sizes[1] <= 2.2 * sizes[0] and sizes[2] <= 2.2 * sizes[1], sizes
     assert sizes[2] < 16384 * 16384, sizes
+
+
+# Rows of the list by where they have to hold: through XLA; through kernels, on a GPU.
+THROUGH_XLA = (
+    1,
+    2,
+    3,
+    4,
+    8,
+    10,
+    11,
+    12,
+    14,
+    15,
+    17,
+    18,
+    20,
+    21,
+    23,
+    24,
+    26,
+    28,
+    30,
+    31,
+    32,
+    34,
+    36,
+    37,
+    38,
+    39,
+    42,
+    56,
+)
+THROUGH_XLA += (58, 59, 63)
+ON_A_GPU = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    10,
+    11,
+    12,
+    14,
+    15,
+    17,
+    20,
+    21,
+    23,
+    24,
+    26,
+    28,
+    30,
+    37,
+    39,
+    49,
+    51,
+    52,
+    53,
+    55,
+    58,
+    59,
+    61,
+    63,
+)
+
+
+def test_every_row_has_a_test() -> None:
+    folder = Path(__file__).parent
+    text = {path.name: path.read_text() for path in folder.glob("test_*.py")}
+
+    def rows(files: list[str]) -> set[int]:
+        names = [name for file in files for name in re.findall(r"^def test_(?:row)?([0-9_]+)_", text[file], re.M)]
+        return {int(n) for name in names for n in name.split("_") if n}
+
+    on_gpu = [name for name in text if name.startswith("test_gpu")]
+    elsewhere = ["test_public_failures.py", "test_transforms.py", "test_sharding.py"]
+    assert len(on_gpu) >= 5
+    assert set(THROUGH_XLA) - rows(elsewhere) == set() == set(ON_A_GPU) - rows(on_gpu)
