@@ -4,6 +4,7 @@ In the emulator: inputs past every length are NaN, results start as poison, seed
 """
 
 import importlib.util
+import itertools
 import re
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from problems import Case
 from test_sm100_plan import expected, problem
 from verifier.mutate import drop, drop_wait, edit
 
+from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
 from jax_fa4.kernels.sm100.events import Arrive, Wait
 from jax_fa4.kernels.sm100.fwd.plan import LONG, Plan, bind, choose, clocks, paired
@@ -82,6 +84,20 @@ def test_pairs_are_chosen_where_the_counts_say_so(call, pair):
     assert choose(call, "sm_103a").pair == (pair or (call.d == 64 and not call.spec.band and call.t >= LONG))
 
 
+@pytest.mark.parametrize("kinds", [{}, {"band": True}, {"soft_cap": True}, {"sinks": True, "segments": True}])
+def test_stand_ins_have_both_plans(kinds):
+    """What `precompile` builds for a kind; where lengths are symbols, or must not matter, CTAs stay alone."""
+    for arch in ("sm_100a", "sm_103a"):
+        for d, v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            kind = problem(d, v, **kinds)
+            made = {select(one, arch) for one in of_every_shape(kind, arch)}
+            for t, s in itertools.product((1, 512, 1024, 1100, 4096, 1 << 16), (1, 1024, 1 << 16)):
+                assert select(replace(kind, t=t, s=s), arch) in made, (d, v, kinds, t, s)
+            general = select(long(d, v, **kinds), arch, any_shape=True)
+            assert general in made and general == select(long(d, v, t="t", s="s", **kinds), arch)
+            assert general.pair == (d == 256)
+
+
 def test_what_a_pair_saves():
     """Clocks by the rules, of which the emulator's counts below are the proof."""
     for d, v, one, two in ((64, 64, 520, 328), (128, 128, 1032, 648), (192, 128, 1352, 872)):
@@ -145,7 +161,7 @@ PLANS = {
     "d128 band": paired(choose(problem(128, band=True))),
     "d64": paired(choose(problem(64))),
 }
-COMPILED = ["d128", "d192 128", "d128 band"]
+COMPILED = ["d128", "d128 band"]
 
 
 @needs_compiler
@@ -197,15 +213,7 @@ DEPTHS = [
 ]
 
 
-CHECKED = {
-    "ragged": (0, 1, 2),
-    "one CTA idle": (0,),
-    "one key": (1,),
-    "no keys": (2,),
-    "causal": (1,),
-    "window": (0, 2),
-}
-CHECKED |= {"more queries than keys": (3,), "d192": (0, 1)}
+CHECKED = {"ragged": (1, 2), "one key": (1,), "no keys": (2,), "causal": (1,), "window": (2,)}
 
 
 @needs_compiler
@@ -238,7 +246,7 @@ def test_a_pair_computes_the_bits_of_one_cta(case):
 
 
 @needs_compiler
-@pytest.mark.parametrize("blocks", (1, 2, 4))
+@pytest.mark.parametrize("blocks", (1, 4))
 def test_no_number_of_blocks_deadlocks(blocks):
     """Up to 2 stages + 1 uses and more: every phase of every ring comes round."""
     passes(Case("blocks", b=1, t=300, s=128 * blocks, n=1, k=1, d=128), seed=blocks)
@@ -275,7 +283,10 @@ def test_rows_are_their_own():
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "exp", "reads", "fills"), [("d128", 832, 512, 128), ("d128 band", 896, 512, 128)])
+@pytest.mark.parametrize(
+    ("name", "exp", "reads", "fills"),
+    [("d128", 832, 512, 128), pytest.param("d128 band", 896, 512, 128, marks=pytest.mark.prove)],
+)
 def test_a_tile_takes_the_clocks_of_the_rules(name, exp, reads, fills):
     """Of a 128 x 128 tile, of either CTA: the target is 512 of operands, 640 with fills."""
     plan = PLANS[name]
@@ -303,10 +314,11 @@ BROKEN = {
     "the second half of V not waited for": edit(r"(done, \[%r\d+\]), 0(;\s*@!done)", r"\1, 1\2", -1),
     "the wait for a freed stage dropped": drop_wait(14),
 }
+QUICK = ("bytes of one half expected", "a stage of K freed in the leader alone", "the second half of V not waited for")
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.prove) for n in BROKEN])
 def test_a_broken_pair_fails(name):
     case = Case("broken", b=1, t=400, s=700, n=1, k=1, d=128, kv_lens=(670,))
     with pytest.raises(AssertionError):

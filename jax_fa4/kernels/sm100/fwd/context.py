@@ -55,7 +55,7 @@ class Context:
 
 def query_tile(ctx, s):
     """Number of this CTA's query tile `s`: a product of a pair has a tile of each CTA, so their tiles alternate."""
-    which = 2 * ctx.tile + s
+    which = ctx.plan.queries * ctx.tile + s
     return which if ctx.rank is None else 2 * which + ctx.rank
 
 

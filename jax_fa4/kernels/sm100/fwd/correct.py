@@ -23,7 +23,7 @@ def _times(line, factor):
 
 
 @cute.jit
-def _rescale(base, depth: cutlass.Constexpr, thread, factor):
+def rescale(base, depth: cutlass.Constexpr, thread, factor):
     """O *= factor, row by row, in tensor memory."""
     for c in cutlass.range_constexpr(0, depth, CHUNK):
         line = tmem.read(base + c, CHUNK, thread)
@@ -54,19 +54,26 @@ def _settle(ctx, row, total, peak):
 
 @cute.jit
 def _finish(ctx, s: cutlass.Constexpr, thread):
-    """O / row sum to shared memory, of a part of the keys to global memory, and log-sum-exp to global memory.
-
-    A row that sees no key gives 0 and -inf, or its sink. 0 is selected, not multiplied: queries past the length may
-    have left NaN in O.
-    """
+    """The end of tile s, from what its softmax left."""
     plan = ctx.plan
     total, peak = ctx.stats[s * GROUP + thread], ctx.stats[(2 + s) * GROUP + thread]
     if const_expr(plan.workers > 0):
         cute.arch.mbarrier_arrive(ctx.empty["stats"] + s)
         cute.arch.mbarrier_wait(ctx.empty["final"] + s, (ctx.turn & 1) ^ 1)
+    deliver(ctx, s, thread, (total, peak), (ctx.full["acc"] + s, ctx.turn & 1))
+
+
+@cute.jit
+def deliver(ctx, s: cutlass.Constexpr, thread, sums, done):
+    """O / row sum to shared memory, of a part of the keys to global memory, and log-sum-exp to global memory.
+
+    sums: the row's sum and maximum. done: barrier and parity, of the last product. A row that sees no key gives 0 and
+    -inf, or its sink. 0 is selected, not multiplied: queries past the length may have left NaN in O.
+    """
+    plan = ctx.plan
     at = query_tile(ctx, s) * plan.tile + thread
-    factor, lse, dead = _settle(ctx, at, total, peak)
-    cute.arch.mbarrier_wait(ctx.full["acc"] + s, ctx.turn & 1)
+    factor, lse, dead = _settle(ctx, at, *sums)
+    cute.arch.mbarrier_wait(*done)
     after_wait()
     kind = DTYPES[plan.dtype]
     row = None if const_expr(plan.splits) else ctx.out[2][thread, None, s]
@@ -104,9 +111,9 @@ def _take(ctx, s: cutlass.Constexpr, thread):
     after_wait()
     if const_expr(plan.lazy > 0):
         if cute.arch.vote_any_sync(factor < 1.0):
-            _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
+            rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
     else:
-        _rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
+        rescale(ctx.tmem + plan.at("o", s), plan.inner_value, thread, factor)
     before_arrive()
     join(ctx, ctx.full["probs"] + s)
 

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from jax_fa4.kernels.common.ring import wait
+from jax_fa4.kernels.common.ring import start, wait
 from jax_fa4.kernels.sm100.fwd.plan import WARP
 from jax_fa4.kernels.sm100.fwd.work import place_of
 from jax_fa4.kernels.sm100.sync import arrive_warp, wait_pair
@@ -39,12 +39,13 @@ def edge(ctx):
         cute.arch.mbarrier_wait(ctx.empty["edge"], (ctx.turn & 1) ^ 1)
     tail = cutlass.max(ctx.band.kv_len - (ctx.last - 1) * plan.tile, 0)  # rows of the first visited block that count
     if (tail < plan.tile) & (ctx.band.kv_len < ctx.keys):
-        at = place_of(ctx, 1, 0)  # K0 V0 ...
+        # K0 V0 ..., or its own ring's first
+        at = place_of(ctx, 1, 0) if const_expr(plan.value_ring == "kv") else start(0)
         stage = at.index
         if const_expr(not plan.pair):
-            wait(ctx.full["kv"], at)
+            wait(ctx.full[plan.value_ring], at)
         elif ctx.rank == plan.leader:  # the bytes of both halves count here: tell the other CTA
-            wait_pair(ctx.full["kv"] + stage, 0)
+            wait_pair(ctx.full[plan.value_ring] + stage, 0)
             arrive_warp(ctx.full["landed"], 1 - plan.leader, data=True)
         else:
             wait_pair(ctx.full["landed"], 0)

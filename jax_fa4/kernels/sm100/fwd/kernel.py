@@ -7,6 +7,9 @@ edge --V's tail-> [edge] ^ ^                          |                         
                            +---- [probs] O rescaled -----------------------------------+
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
@@ -27,10 +30,31 @@ from jax_fa4.kernels.sm100.fwd.mma import multiply
 from jax_fa4.kernels.sm100.fwd.plan import bind
 from jax_fa4.kernels.sm100.fwd.softmax import softmax
 from jax_fa4.kernels.sm100.fwd.store import store
+from jax_fa4.kernels.sm100.fwd.wide.correct import correct as wide_correct
+from jax_fa4.kernels.sm100.fwd.wide.load import load as wide_load
+from jax_fa4.kernels.sm100.fwd.wide.mma import multiply as wide_multiply
+from jax_fa4.kernels.sm100.fwd.wide.softmax import softmax as wide_softmax
 from jax_fa4.kernels.sm100.fwd.work import place, scales, work
 from jax_fa4.kernels.sm100.sync import meet
 
 FREE = 9  # named barrier: correction has read O, tensor memory may go. 0 is the CTA's, 1-8 carry statistics
+
+
+class Roles(NamedTuple):
+    """What differs between kinds of plans."""
+
+    load: Callable
+    multiply: Callable
+    softmax: Callable
+    correct: Callable
+
+
+TWO_TILES = Roles(load, multiply, softmax, correct)
+ONE_TILE = Roles(wide_load, wide_multiply, wide_softmax, wide_correct)
+
+
+def _roles(plan):
+    return ONE_TILE if plan.queries == 1 else TWO_TILES
 
 
 @cute.jit
@@ -47,12 +71,12 @@ def _multiply(ctx, given):
     """The MMA warp's role, and tensor memory back at the end. In a pair the leader's warp issues for both, and all
     warps of both CTAs meet before they leave: until then the other may need their memory and barriers."""
     if const_expr(not ctx.plan.pair):
-        _role(ctx, given, multiply)
+        _role(ctx, given, _roles(ctx.plan).multiply)
         cute.arch.barrier(barrier_id=FREE, number_of_threads=160)
         cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS)
     else:
         if ctx.rank == ctx.plan.leader:
-            _role(ctx, given, multiply)
+            _role(ctx, given, _roles(ctx.plan).multiply)
         meet()
         cute.arch.dealloc_tmem(ctx.tmem, tensor_memory.COLUMNS, is_two_cta=True)
 
@@ -73,7 +97,7 @@ def _play(ctx, given):
         if ctx.warp == plan.MMA:
             _multiply(ctx, given)
         elif ctx.warp == plan.LOAD:
-            _role(ctx, given, load)
+            _role(ctx, given, _roles(plan).load)
             _leave(ctx)
         elif ctx.warp == plan.STORE:
             if const_expr(not plan.splits):
@@ -84,13 +108,13 @@ def _play(ctx, given):
             _leave(ctx)
     elif ctx.warp >= plan.CORRECT:
         cute.arch.setmaxregister_decrease(plan.registers[1])
-        _role(ctx, given, correct)
+        _role(ctx, given, _roles(plan).correct)
         if const_expr(not plan.pair):
             cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=160)
         _leave(ctx)
     else:
         cute.arch.setmaxregister_increase(plan.registers[0])
-        _role(ctx, given, softmax)
+        _role(ctx, given, _roles(plan).softmax)
         _leave(ctx)
 
 
@@ -127,9 +151,9 @@ def forward(
         index, rank = index // 2, cute.arch.block_idx_in_cluster()
     memory = SmemAllocator()
     queries_at = memory.allocate_array(Uint8, plan.query_bytes, byte_alignment=1024)
-    keys_at = memory.allocate_array(Uint8, plan.stages * plan.stage_bytes, byte_alignment=1024)
+    keys_at = memory.allocate_array(Uint8, plan.kv_bytes, byte_alignment=1024)
     out_at = queries_at if const_expr(plan.out_over_q) else queries_at + 2 * plan.q_bytes
-    places = {"q": queries_at, "k": keys_at, "v": keys_at}
+    places = {"q": queries_at, "k": keys_at, "v": keys_at + plan.value_place}
     places |= {} if plan.splits else {"out": out_at}
     places |= {"rows": queries_at} if plan.packed else {}
     shared = {name: operands.shared(plan, place, name) for name, place in places.items()}

@@ -10,7 +10,7 @@ from jax_fa4.kernels.sm100.fwd import operands
 from jax_fa4.kernels.sm100.fwd.work import place_of
 
 
-def _tiles(operand, mine, head, batch, shape, rest):
+def tiles(operand, mine, head, batch, shape, rest):
     """(atom, shared tiles, global tiles) of one head for `cute.copy`."""
     atom, coords, shared = operand
     pieces = mine(cute.local_tile(coords[None, None, head, batch], shape, rest))
@@ -21,7 +21,7 @@ def _tiles(operand, mine, head, batch, shape, rest):
 
 
 @cute.jit
-def _fetch(rank, tiles, which, stage, barrier, size: cutlass.Constexpr):
+def fetch(rank, tiles, which, stage, barrier, size: cutlass.Constexpr):
     """Starts bringing one tile; `barrier` completes when its bytes are there. The copy elects a lane itself.
 
     In a pair each CTA brings its part, and all bytes count on the leader's barrier: the copy turns to that one itself.
@@ -43,25 +43,25 @@ def load(ctx):
     rank = ctx.rank
     mine = 0 if rank is None else rank
     scores, output = operands.scores(plan).get_slice(mine), operands.output(plan).get_slice(mine)
-    q = None if plan.packed else _tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (plan.rows, d), (None, 0))
-    k = _tiles(ctx.k, scores.partition_B, ctx.kv_head, ctx.batch, (n, d), (None, 0))
-    v = _tiles(ctx.v, output.partition_B, ctx.kv_head, ctx.batch, (dv, n), (0, None))
+    q = None if plan.packed else tiles(ctx.q, scores.partition_A, ctx.head, ctx.batch, (plan.rows, d), (None, 0))
+    k = tiles(ctx.k, scores.partition_B, ctx.kv_head, ctx.batch, (n, d), (None, 0))
+    v = tiles(ctx.v, output.partition_B, ctx.kv_head, ctx.batch, (dv, n), (0, None))
     full, empty = ctx.full["kv"], ctx.empty["kv"]
     at = place_of(ctx, 0, 1)
     for i in cutlass.range(ctx.blocks, unroll=1):
         which = ctx.last - 1 - i
         wait(empty, at)
-        _fetch(rank, k, which, at.index, full + at.index, plan.key_bytes)
+        fetch(rank, k, which, at.index, full + at.index, plan.key_bytes)
         if const_expr(plan.packed):
             pass  # the softmax groups bring their rows
         elif i == 0:
             for s in cutlass.range_constexpr(2):
                 if const_expr(plan.workers > 0):
                     cute.arch.mbarrier_wait(ctx.empty["q"] + s, (ctx.turn & 1) ^ 1)
-                _fetch(rank, q, 2 * ctx.tile + s, s, ctx.full["q"] + s, plan.q_bytes)
+                fetch(rank, q, 2 * ctx.tile + s, s, ctx.full["q"] + s, plan.q_bytes)
         at = step(at, plan.stages)
         wait(empty, at)
-        _fetch(rank, v, which, at.index, full + at.index, plan.value_bytes)
+        fetch(rank, v, which, at.index, full + at.index, plan.value_bytes)
         at = step(at, plan.stages)
     if const_expr(plan.workers > 0):
         at = _drain(ctx, at)

@@ -20,10 +20,10 @@ def visited(ctx, tile, band, segments, space, share):
     without blocks takes one and, by a band without queries, counts nothing of it.
     """
     plan = ctx.plan
-    first, last = key_tiles(tile, (2 * plan.rows, plan.tile), band, plan.band, cutlass.min, cutlass.max, ctx.each)
+    first, last = key_tiles(tile, (plan.span, plan.tile), band, plan.band, cutlass.min, cutlass.max, ctx.each)
     first, last = Int32(first), Int32(last)
     if const_expr(plan.segments):
-        own = (2 * plan.rows * tile, cutlass.min(2 * plan.rows * (tile + 1), band.q_len))
+        own = (plan.span * tile, cutlass.min(plan.span * (tile + 1), band.q_len))
         first, last = narrow((plan.threads, plan.tile), own, (first, last), band.kv_len, segments, space)
     if const_expr(plan.splits):
         this, parts = share

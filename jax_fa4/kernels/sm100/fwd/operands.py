@@ -29,10 +29,10 @@ def layout(name, plan):
     if name in ("out", "rows"):
         dv = dv if name == "out" else d
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, kind)
-        whole = cute.tile_to_shape(atom, (n, dv, 2), order=(0, 1, 2))
+        whole = cute.tile_to_shape(atom, (n, dv, plan.queries), order=(0, 1, 2))
         return whole.inner, whole.outer
     if name == "q":
-        whole = helpers.make_smem_layout_a(scores(plan), (m, n, d), kind, 2)
+        whole = helpers.make_smem_layout_a(scores(plan), (m, n, d), kind, plan.queries)
         return whole.inner, whole.outer
     if name == "k":
         whole = helpers.make_smem_layout_b(scores(plan), (m, n, d), kind, 1)
@@ -40,7 +40,7 @@ def layout(name, plan):
         whole = helpers.make_smem_layout_b(output(plan), (m, dv, n), kind, 1)
     one = cute.select(whole.outer, [0, 1, 2])
     stage = plan.stage_bytes // ITEM_BYTES[plan.dtype]
-    return whole.inner, cute.make_layout((*one.shape, plan.stages), stride=(*one.stride, stage))
+    return whole.inner, cute.make_layout((*one.shape, plan.stages_of(name)), stride=(*one.stride, stage))
 
 
 def shared(plan, place, name):

@@ -23,7 +23,8 @@ PIECE = 64  # 16-bit columns of a 128-byte swizzled row
 TILE_BUDGET = 224 * 1024  # bytes for tiles; the rest of the 227 KiB holds statistics and barriers
 FEW_STAGES = 3  # O takes Q's place rather than leave fewer than this for K and V
 NATIVE_DEPTHS = ((64, 64), (128, 128), (192, 128))  # (queries and keys, values) in shared memory
-DEPTHS = "multiples of 8 up to 128, and up to 192 for queries and keys with values of up to 128"
+DEEPEST = 256  # of a pair's plan with one query tile a CTA, see wide/plan.py
+DEPTHS = f"multiples of 8 up to {DEEPEST}"
 
 
 def native(depth: int, value_depth: int) -> tuple[int, int] | None:
@@ -76,15 +77,18 @@ class Plan:
     # First warp of each role; softmax has two warpgroups of four warps, correction one.
     SOFTMAX, CORRECT, MMA, STORE, LOAD, EDGE = 0, 8, 12, 13, 14, 15
     threads = 512
+    queries = 2  # query tiles of a CTA; softmax has as many warpgroups
 
     def __post_init__(self) -> None:
         softmax, correct, rest = self.registers
         assert self.arch in ARCHS and self.dtype in KERNEL_DTYPES, self
-        assert native(self.depth, self.value_depth), f"depths {self.depth}, {self.value_depth} have no tile"
+        assert self.fits, f"depths {self.depth}, {self.value_depth} have no tile"
         assert self.depth % 8 == 0 == self.value_depth % 8, self
         assert all(x % 8 == 0 for x in self.registers), f"registers come in steps of 8: {self.registers}"
-        used = GROUP * (2 * softmax + correct + rest)
-        assert used <= REGISTER_FILE, f"{self.registers} take {used} registers of {REGISTER_FILE}"
+        used = GROUP * (self.queries * softmax + correct + rest)
+        # A CTA starts with an equal share for every thread, in steps of 8, and never has more than it started with.
+        have = REGISTER_FILE // self.threads // 8 * 8 * self.threads
+        assert used <= have, f"{self.registers} take {used} registers of {have}"
         assert 1 <= self.early <= 4 and self.stages >= 2, self
         # Weights reach 2^lazy and must stay finite in the 16-bit type.
         assert 0 <= self.lazy <= 15, f"lazy={self.lazy}: weights up to 2^{self.lazy} overflow float16"
@@ -96,6 +100,11 @@ class Plan:
         assert not (self.workers and self.pair), "no CTA leaves its pair between two query tiles, nor counts for both"
         assert not (self.workers and self.segments), "which blocks segments share is found out by the whole CTA"
         check_regions(self.regions)
+
+    @property
+    def fits(self) -> bool:
+        """Whether this kind of plan has the depths."""
+        return native(self.depth, self.value_depth) is not None
 
     @property
     def ctas(self) -> int:
@@ -111,6 +120,11 @@ class Plan:
     def rows(self) -> int:
         """Queries of one product."""
         return self.ctas * self.tile
+
+    @property
+    def span(self) -> int:
+        """Queries of a CTA or of a pair."""
+        return self.queries * self.rows
 
     @property
     def roles(self) -> dict[str, tuple[int, ...]]:
@@ -168,14 +182,31 @@ class Plan:
 
     @property
     def query_bytes(self) -> int:
-        """Two tiles of Q and two of O."""
-        q, out = 2 * self.q_bytes, 0 if self.splits else 2 * self.out_bytes
+        """The tiles of Q and of O."""
+        q, out = self.queries * self.q_bytes, 0 if self.splits else self.queries * self.out_bytes
         return max(q, out) if self.out_over_q else q + out
 
     @property
     def stages(self) -> int:
         """K and V tiles in flight."""
         return min(self.stage_cap, (TILE_BUDGET - self.query_bytes) // self.stage_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    def stages_of(self, name: str) -> int:
+        """Of "k" or "v"."""
+        return self.stages
+
+    @property
+    def value_place(self) -> int:
+        """Bytes between the first stages of K and of V: they share theirs."""
+        return 0
+
+    @property
+    def value_ring(self) -> str:
+        return "kv"
 
     @property
     def rings(self) -> tuple[Ring, ...]:
@@ -218,7 +249,7 @@ class Plan:
         """Bytes: tiles, statistics, barriers, the address of tensor memory."""
         barriers = sum(ring.barrier_bytes for ring in self.rings)
         minima = 16 * (self.threads // WARP) * self.segments  # two exchanges of two numbers a warp
-        return self.query_bytes + self.stages * self.stage_bytes + 4 * self.stats_words + barriers + 16 + minima
+        return self.query_bytes + self.kv_bytes + 4 * self.stats_words + barriers + 16 + minima
 
     # Tensor memory -------------------------------------------------------------------------------------------------
     @property
@@ -300,7 +331,7 @@ def pairs_of(plan: Plan, e: dict[str, Any]) -> Any:
     """Pairs of query tiles of one call (of two pairs, for a pair of CTAs)."""
     if plan.packed:
         return up(e["T"] * (e["N"] // e["K"]), 2 * plan.rows) * e["K"] * e["B"]
-    return up(e["T"], 2 * plan.rows) * e["N"] * e["B"]
+    return up(e["T"], plan.span) * e["N"] * e["B"]
 
 
 def share_of(depth: int, band: bool, arch: str) -> Share | None:
@@ -321,8 +352,8 @@ def clocks(plan: Plan) -> dict[str, float]:
     return {
         "tensor": 4 * (d + v),
         "exp": n * (n + 1 - plan.emulated_columns) / mufu,  # one more a row: the factor of a new maximum
-        # Operands: Q, K and V, of a pair half of K and V; fills: K and V for two query tiles; 1 KiB of statistics.
-        "shared memory": 2 * d + (2 * d + 2 * v) / plan.ctas + (d + v) / plan.ctas + 8,
+        # Operands: Q, K and V, of a pair half of K and V; fills: K and V once for all query tiles; 1 KiB of statistics.
+        "shared memory": 2 * d + (2 * d + 2 * v) / plan.ctas * (1 + 1 / plan.queries) + 8,
     }
 
 
@@ -396,7 +427,7 @@ def choose(problem: Problem, arch: str = "sm_100a", any_shape: bool = False) -> 
     for name, depth in (("query and key", problem.d), ("value", problem.v)):
         if depth % 8 or depth < 8:
             raise Unsupported(f"depth {depth} of {name}: the Blackwell forward takes {DEPTHS}")
-    if native(problem.d, problem.v) is None:
+    if max(problem.d, problem.v) > DEEPEST:
         raise Unsupported(f"depths {problem.d} (query, key), {problem.v} (value): the Blackwell forward takes {DEPTHS}")
     for name, wanted in (
         ("bias", spec.bias),
@@ -404,6 +435,10 @@ def choose(problem: Problem, arch: str = "sm_100a", any_shape: bool = False) -> 
     ):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell forward has no kernel for it; implementation='xla' computes it")
+    if native(problem.d, problem.v) is None:
+        from jax_fa4.kernels.sm100.fwd.wide.plan import wide
+
+        return wide(problem, arch)
     more: dict[str, Any] = {"sections": True}
     if not (spec.band or spec.segments or spec.soft_cap):
         more = persistent(problem.d, problem.v, arch)

@@ -17,19 +17,21 @@ WARPS = 4  # of a group
 
 
 # Of a pair these stand in the leader alone; the leader's products signal the others in both CTAs.
-LED = ("q", "kv", "edge", "probs", "rest")
+LED = ("q", "kv", "k", "v", "edge", "probs", "rest")
 
 
-def _counts(plan: Plan) -> dict[tuple, int]:
+def counted(plan: Plan, hands: int = 2) -> dict[tuple, int]:
+    """Arrivals of each barrier. hands: named barriers of a warp of softmax and one of correction."""
     counts = ring_counts(plan.rings)
-    counts |= {("hand", s, w): 2 for s in range(2) for w in range(WARPS)}  # named barriers 1..8, in warps
+    counts |= {("hand", s, w): 2 for s in range(hands) for w in range(WARPS)}  # in warps
     counts["free",] = WARPS + 1
     if not plan.pair:
         return counts
     each = {(*name, rank): count for name, count in counts.items() for rank in range(plan.ctas)}
-    ours = {("q", "full"), ("kv", "full")}  # a copy of each CTA completes them
+    ours = {(name, "full") for name in ("q", "kv", "k", "v")}  # a copy of each CTA completes them
     each |= {b: n + 1 for b, n in each.items() if b[:2] in ours}
-    return {b: n for b, n in each.items() if b[0] != "free"} | {("free",): 2 * (3 * WARPS + 4)}  # all warps of both
+    warps = plan.ctas * plan.threads // WARP
+    return {b: n for b, n in each.items() if b[0] != "free"} | {("free",): warps}
 
 
 class Pair(NamedTuple):
@@ -44,7 +46,7 @@ class Pair(NamedTuple):
         return (self.lead, self.blocks) if s == 0 else (0, self.blocks - self.trail)
 
 
-class _Forward:
+class Agents:
     """The agents of one CTA; `r` and `pipe` are those of the pair. `uses`, `rounds` and `turn` count what earlier pairs
     of query tiles took."""
 
@@ -65,7 +67,7 @@ class _Forward:
         self.edge()
         self.mma()
         for w in range(WARPS):
-            for s in range(2):
+            for s in range(self.plan.queries):
                 self.softmax(s, w)
             self.correct(w)
         self.store()
@@ -360,7 +362,7 @@ def protocol(plan: Plan, *pairs: Pair | int) -> Protocol:
     """Every agent of one CTA, or of a pair of CTAs, that takes these pairs of query tiles one after the other; a number
     is a pair of so many blocks."""
     assert plan.workers or len(pairs) == 1, pairs
-    recorder = Recorder(_counts(plan))
+    recorder = Recorder(counted(plan))
     for rank in range(plan.ctas) if plan.pair else (None,):
-        _Forward(plan, tuple(x if isinstance(x, Pair) else Pair(x) for x in pairs), recorder, rank)
+        Agents(plan, tuple(x if isinstance(x, Pair) else Pair(x) for x in pairs), recorder, rank)
     return recorder.protocol()

@@ -26,7 +26,7 @@ def _max3(a, b, c):
     return Float32(nvvm.fmax(a, b, c=c))
 
 
-def _row_max(line, peak):
+def row_max(line, peak):
     """max(peak, line)."""
     best = [_max3(line[2 * i], line[2 * i + 1], peak) for i in range(CHAINS)]
     for c in range(2 * CHAINS, cute.size(line), 2 * CHAINS):
@@ -35,7 +35,7 @@ def _row_max(line, peak):
     return _max3(cute.arch.fmax(best[0], best[1]), best[2], best[3])
 
 
-def _row_sum(line, first):
+def row_sum(line, first):
     """first + sum(line)."""
     add = cute.arch.add_packed_f32x2
     lanes = [(line[2 * i], line[2 * i + 1]) for i in range(CHAINS)]
@@ -48,7 +48,7 @@ def _row_sum(line, first):
 
 
 @cute.jit
-def _cap(line, before):
+def cap(line, before):
     """tanh of the score, in place, as 1 - 2 / (1 + 2^(before * score)); before has the factor 2 log2(e).
 
     Not tanh.approx, whose relative error of 2^-11 is 2 % of a weight at a cap of 50.
@@ -58,7 +58,7 @@ def _cap(line, before):
 
 
 @cute.jit
-def _move(plan: cutlass.Constexpr, peak, top, scale):
+def move(plan: cutlass.Constexpr, peak, top, scale):
     """New reference maximum of the row and the factor for what was summed under the old one.
 
     While the maximum has grown by no more than `lazy` the old reference stays and the factor is exactly 1; weights
@@ -76,7 +76,7 @@ def _move(plan: cutlass.Constexpr, peak, top, scale):
 
 
 @cute.jit
-def _weigh(ctx, s, thread, line, top):
+def weigh(ctx, s, thread, line, top):
     """line = 2^((line - top) scale); 16-bit copies go to tensor memory by quarters over the upper half of S.
 
     The first `early` quarters arrive at the join, so that P V starts on them; the rest has a barrier of its own.
@@ -128,16 +128,16 @@ def softmax(ctx):
         line = tmem.read(ctx.tmem + plan.at("s", s), plan.tile, thread)
         tmem.loaded()
         if const_expr(plan.soft_cap):
-            _cap(line, ctx.before)
+            cap(line, ctx.before)
         hide(ctx, s, thread, start - i, line)
         if const_expr(plan.segments):
             hide_others(ctx, start - i, line, own)
-        peak, factor = _move(plan, peak, _row_max(line, peak), ctx.scale)
+        peak, factor = move(plan, peak, row_max(line, peak), ctx.scale)
         stats[slot] = factor
         cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)
-        _weigh(ctx, s, thread, line, peak)
+        weigh(ctx, s, thread, line, peak)
         cute.arch.mbarrier_wait(ctx.empty["stats"] + s, (spent + i) & 1)
-        total = _row_sum(line, total * factor)  # the float32 weights, not the rounded ones; off the critical path
+        total = row_sum(line, total * factor)  # the float32 weights, not the rounded ones; off the critical path
     past = query_of(ctx, row) >= ctx.band.q_len
     stats[slot] = Float32(0) if past else total
     stats[2 * GROUP + slot] = -Float32.inf if past else peak

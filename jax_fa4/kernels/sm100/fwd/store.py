@@ -17,7 +17,7 @@ def store(ctx):
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )
     with cute.arch.elect_one():  # unlike a load, a store through cute.copy does not elect: 32 lanes would store
-        for s in cutlass.range_constexpr(2):
+        for s in cutlass.range_constexpr(plan.queries):
             cute.arch.mbarrier_wait(ctx.full["final"] + s, ctx.turn & 1)
             cute.copy(atom, source[None, s], to[None, query_tile(ctx, s)])
             cute.arch.cp_async_bulk_commit_group()

@@ -32,7 +32,7 @@ def example_band(plan, ints, batch, queries, keys):
 
 def item(ctx, index):
     """(pair of tiles, line, batch) of the index-th pair of the call."""
-    plan, tiles, heads = ctx.plan, up(ctx.length, 2 * ctx.plan.rows), ctx.lines
+    plan, tiles, heads = ctx.plan, up(ctx.length, ctx.plan.span), ctx.lines
     if const_expr(plan.sections):
         line_bytes = ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)
         kept = cutlass.max(SECTION_BYTES // line_bytes // ctx.keys, 1)  # key heads; never 2^31 bytes
@@ -80,7 +80,7 @@ def work(ctx, given, role: cutlass.Constexpr):
     """A role's part of all pairs of this CTA."""
     plan = ctx.plan
     cta = cute.arch.block_idx()[0]
-    total = up(ctx.length, 2 * plan.rows) * ctx.lines * ctx.batches
+    total = up(ctx.length, plan.span) * ctx.lines * ctx.batches
     mine = share(total, plan.workers, cta, 1, cutlass.min, cutlass.max)
     uses, first, second = Int32(0), Int32(0), Int32(0)
     for n in cutlass.range(mine, unroll=1):
