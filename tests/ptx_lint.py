@@ -91,13 +91,27 @@ def _instruction(number: int, text: str, scope: str) -> Instruction | None:
     return Instruction(number, text, names(guard)[0] if guard else "", negated, op, written, read)
 
 
+def _bodies(ptx: str) -> list[tuple[int, str]]:
+    """(where it starts, text) of each kernel's body. Inline assembly may close its own braces at a line's start."""
+    found = []
+    for entry in re.finditer(r"\.entry\b.*?^\{", ptx, re.S | re.M):
+        depth, at = 1, entry.end()
+        while depth:
+            brace = re.compile(r"//[^\n]*|[{}]").search(ptx, at)
+            assert brace, "a kernel's body does not end"
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            at = brace.end()
+        found.append((entry.end(), ptx[entry.end() : at - 1]))
+    return found
+
+
 def parse(ptx: str) -> list[Code]:
     """The kernels of a module. Labels and registers of an inline-asm block are its own."""
     kernels: list[Code] = []
-    for body in re.finditer(r"^\{(.*?)^\}", ptx, re.S | re.M):
-        first = ptx[: body.start(1)].count("\n") + 1
+    for start, body in _bodies(ptx):
+        first = ptx[:start].count("\n") + 1
         code, labels, scope = Code(), {}, "0"
-        for offset, raw in enumerate(body[1].split("\n")):
+        for offset, raw in enumerate(body.split("\n")):
             line = raw.split("//")[0].strip()
             for piece in re.split(r"(?<=[;])|(?<=^\{)|^(?=\})", line):
                 piece = piece.strip()
@@ -141,14 +155,51 @@ def flow(
     return before
 
 
+def _repeated(code: Code) -> dict[str, str]:
+    """predicate -> comparison, where two branches depend on it: they go the same way."""
+    compared: dict[str, list[str]] = {}
+    for x in code.instructions:
+        if x.op.startswith("setp.") and len(x.written) == 1 and not x.guard:
+            compared.setdefault(f"{x.op} {_split(x.text.split(None, 1)[1])[1:]}", []).append(x.written[0])
+    branching = [x.guard for x in code.instructions if x.target and x.guard]
+    guarding = {text: sum(branching.count(p) for p in ps) for text, ps in compared.items()}
+    return {p: text for text, ps in compared.items() if guarding[text] > 1 for p in ps}
+
+
 def _states(code: Code, start: Any, change: Step, join: Callable[[Any, Any], Any]) -> list[Any]:
-    """flow() with the same state for every successor."""
+    """The state before each instruction, over all paths that can be: a comparison made twice of registers that were
+    not written since has one outcome. Inside: a state for each set of outcomes."""
+    same = _repeated(code)
 
-    def step(i: int, x: Instruction, state: Any) -> dict[int, Any]:
-        after = change(x, state)
-        return dict.fromkeys(code.next[i], after)
+    def step(i: int, x: Instruction, states: dict) -> dict[int, Any]:
+        after: dict[frozenset, Any] = {}
+        for known, state in states.items():
+            if x.written:
+                known = frozenset(k for k in known if not set(_REGISTER.findall(k[0])) & set(x.written))
+            state = change(x, state)
+            after[known] = join(after[known], state) if known in after else state
+        if not (x.target and x.guard and x.guard in same):
+            return dict.fromkeys(code.next[i], after)
+        text, out = same[x.guard], {}
+        for n, truth in zip(code.next[i], (not x.negated, x.negated), strict=False):
+            kept: dict[frozenset, Any] = {}
+            for known, state in after.items():
+                if (text, not truth) not in known:
+                    key = known | {(text, truth)}
+                    kept[key] = join(kept[key], state) if key in kept else state
+            out[n] = kept
+        return out
 
-    return flow(code, start, step, join)
+    def merge(a: dict, b: dict) -> dict:
+        return {k: join(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
+
+    def flat(states: dict | None) -> Any:
+        found = None
+        for state in (states or {}).values():
+            found = state if found is None else join(found, state)
+        return found
+
+    return [flat(states) for states in flow(code, {frozenset(): start}, step, merge)]
 
 
 def _union(a: frozenset, b: frozenset) -> frozenset:
@@ -321,13 +372,37 @@ _SINGLE = re.compile(
 )
 
 
+def _lanes(code: Code) -> set[str]:
+    """Registers that differ between the lanes of a warp: the thread's number, with its low five bits kept."""
+    found: set[str] = set()
+    for x in code.instructions:
+        parts = _split(x.text.split(None, 1)[1]) if len(x.text.split(None, 1)) == 2 else []
+        if x.op.startswith("mov") and parts[1] in ("%tid.x", "%laneid"):
+            found.add(x.written[0])
+        elif x.op.startswith(("add.s32", "sub.s32", "and.b32")) and x.read[:1] and x.read[0] in found:
+            number = re.fullmatch(r"-?\d+", parts[2])
+            if number and (x.op[:3] != "and" or int(parts[2]) & 31 == 31):
+                found.add(x.written[0])
+    return found
+
+
 def _elect(code: Code) -> list[Finding]:
-    """State: (whether this is one elected thread, predicates that say so, their negations)."""
+    """State: (whether this is one elected thread, predicates that say so, their negations). Comparing the thread's
+    number with a constant elects too."""
+    lanes = _lanes(code)
 
     def step(i: int, x: Instruction, state: tuple) -> dict[int, tuple]:
         alone, yes, no = state
         if x.op.startswith("elect"):
             yes, no = yes | {x.written[-1]}, no - {x.written[-1]}
+        elif re.match(r"setp\.(eq|ne)\.[bsu]32", x.op) and len(x.read) == 1 and x.read[0] in lanes:
+            same, other = ({x.written[0]}, set()) if x.op.startswith("setp.eq") else (set(), {x.written[0]})
+            yes, no = yes - {x.written[0]} | same, no - {x.written[0]} | other
+        elif x.op in ("or.pred", "and.pred"):
+            both, made = set(x.read), {x.written[0]}
+            one = bool(both & yes) if x.op == "and.pred" else both <= yes
+            none = bool(both & no) if x.op == "or.pred" else both <= no
+            yes, no = yes - made | (made if one else set()), no - made | (made if none else set())
         elif x.op.startswith("not.pred"):
             flipped = x.read[0]
             yes = yes | {x.written[0]} if flipped in no else yes - {x.written[0]}

@@ -25,7 +25,7 @@ KINDS = {
     "read_before_wait": ERROR,
     "remote_exit": ERROR,  # an operation on the shared memory of a CTA that has exited
     "registers": ERROR,  # setmaxnreg sums
-    "duplicate_issue": ADVISORY,
+    "duplicate_issue": ERROR,
     "missing_tcgen05_fence": ADVISORY,
     "empty_commit": ADVISORY,
 }

@@ -47,6 +47,7 @@ def mbarrier_init(program, ins):
             if offset in w.cta.mbarriers:
                 w.report("mbarrier", f"mbarrier at offset {offset} is initialised again", ins)
             fresh[offset] = n
+            w.machine.note(w, "init", offset, ins)
             w.cta.mbarriers[offset] = MBarrier(w.cta, offset, n)
         w.machine.events += 1
         return True
@@ -106,6 +107,9 @@ def mbarrier_arrive(program, ins):
         report = w.reporter(ins)
         w.machine.release(w)
         lanes = w.lanes()
+        if arrives:
+            for where in sorted({at(w, lane) for lane in lanes}):
+                w.machine.note(w, "arrive", where, ins)
         if len(lanes) > 1 and plain:
             where, each = base(w), counts(w)
             total = int(each[0]) * len(lanes)
@@ -170,6 +174,7 @@ def mbarrier_wait(program, ins):
         ok = test(w)
         w.wait = None
         if ok:
+            w.machine.note(w, "wait", at(w, first), ins)
             return True
         w.machine.poll(w)
         if not trying or w.machine.spurious():
@@ -202,6 +207,7 @@ def named(program, ins):
             w.machine.release(w)
             which = index(w, w.lead)
             n = count(w, w.lead) if count else WARP * w.cta.warps
+            w.machine.note(w, "bar.sync" if waits else "bar.arrive", which, ins)
             barrier, generation = w.cta.barriers.arrive(which, n, w, w.reporter(ins))
             if not waits:
                 return True

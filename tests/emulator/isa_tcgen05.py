@@ -413,6 +413,7 @@ def commit(program, ins):
             targets = [where]
             if multicast:
                 targets = [(c.rank << 24) | (where & 0xFFFFFF) for c in w.cta.cluster if mask(w, lane) >> c.rank & 1]
+            machine.note(w, "commit", where, ins)
             barriers = [b for b in (find(w.cta, t, report, "tcgen05.commit") for t in targets) if b is not None]
             queue = mma_queue(w, lane)
             if multicast and not machine.products.get(queue):

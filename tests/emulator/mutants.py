@@ -83,6 +83,42 @@ def _next_step(found):
     return f"{found.group(1)}{(int(found.group(2)) + 2) % 10}{found.group(3)}"
 
 
+def _more_bytes(code):
+    """expect_tx of 16 bytes more than arrive."""
+    found = re.match(r"(\s*)(mbarrier\.\S*expect_tx\S*\s+.*), (%r\d+)", code)
+    return f"{found[1]}{{ .reg .b32 more; add.s32 more, {found[3]}, 16; {found[2]}, more; }}" if found else None
+
+
+def _all_lanes(code):
+    """elect.sync that elects everybody."""
+    found = re.match(r"(\s*)elect\.sync\s+\S+\|(%p\d+)", code)
+    return f"{found[1]}setp.eq.u32 {found[2]}, 0, 0" if found else None
+
+
+def _literal(match, change):
+    """The match with its last group, a decimal, changed."""
+    start, end = (at - match.start(0) for at in match.span(match.lastindex))
+    return match[0][:start] + str(change(int(match[match.lastindex]))) + match[0][end:]
+
+
+def _changed(pattern, change):
+    """Edit of the last group of `pattern`, a decimal."""
+    return _edit(pattern, lambda match: _literal(match, change))
+
+
+def _doubled(match):
+    """A float constant twice as large; infinities and zero stay, as that is no fault."""
+    word = int(match[1], 16)
+    exponent = word >> 23 & 255
+    return match[0] if exponent in (0, 254, 255) else f"0f{word + (1 << 23):08X}"
+
+
+def _turned(match):
+    """A branch taken where it was not. Loops of waits (inline assembly) are left out."""
+    return f"@{'' if match[1] else '!'}{match[2]} bra"
+
+
+RENAMED = "named barrier of another number"
 FAULTS = {
     "wait removed": _no_wait,
     "wait on the other parity": _other_parity,
@@ -101,7 +137,7 @@ FAULTS = {
     "wait::st removed": _delete("tcgen05.wait::st"),
     "proxy fence removed": _delete("fence.proxy.async"),
     "named barrier removed": lambda code: "" if re.search(r"\bbar\.(sync|arrive)", code) else None,
-    "named barrier of another number": _edit(r"bar\.(?:sync|arrive)\s+(\d+), \d+", _other_barrier),
+    RENAMED: _edit(r"bar\.(?:sync|arrive)\s+(\d+), \d+", _other_barrier),
     "bulk wait removed": _delete("cp.async.bulk.wait_group"),
     "bulk commit removed": _delete("cp.async.bulk.commit_group"),
     "dealloc removed": _delete("tcgen05.dealloc"),
@@ -115,15 +151,49 @@ FAULTS = {
     "shared store shifted": _edit(r"(st\.shared\.\S+\s+\[%r\d+)\]", r"\1+16]"),
     "shared load shifted": _edit(r"(ld\.shared\.\S+\s+.*\[%r\d+)\]", r"\1+16]"),
     "descriptor off by one k step": _edit(r"(add\.s64\s+%rd\d+, %rd\d+, 46117\d+?)(\d)(;|$)", _next_step),
+    "expect_tx of other bytes": _more_bytes,
+    "election removed": _all_lanes,
+    "barrier fence removed": _delete("fence.mbarrier_init"),
+    "tensor core fence removed": _delete("tcgen05.fence"),
+    "cluster barrier removed": lambda code: "" if "barrier.cluster" in code else None,
+    "MMA on the wrong k step": _changed(r"(add\.s64 [ab], %rd\d+, )(\d+)(?=;.*tcgen05\.mma)", lambda x: x + 2),
+    "MMA of the other major": _changed(r"(tcgen05\.mma.*, )(\d{6,})(?=,)", lambda x: x ^ 1 << 15),
+    "MMA of other rows": _changed(r"(tcgen05\.mma.*, )(\d{6,})(?=,)", lambda x: x ^ (12 << 24)),
+    "lane quarter lost": _edit(r"(and\.b32\s+%r\d+, %r\d+, )6291456\b", r"\g<1>0"),
+    "descriptor's stride changed": _changed(r"(mov\.b32\s+%r\d+, )(107375\d{4})\b", lambda x: x + 8),
+    "descriptor's swizzle changed": _changed(r"(mov\.b32\s+%r\d+, )(107375\d{4})\b", lambda x: x ^ (6 << 29)),
+    "branch turned": _edit(r"@(!?)(%p\d+) bra\b", _turned),
+    "comparison off by one": _changed(r"(setp\.\w+\.[su]32\s+%p\d+, %r\d+, )(-?\d+)\b", lambda x: x + 1),
+    "addition off by 16": _changed(r"(add\.s32\s+%r\d+, %r\d+, )(-?\d+)\b", lambda x: x + 16),
+    "shift off by one": _changed(r"(sh[lr]\.\w+\s+%r\d+, %r\d+, )(\d+)\b", lambda x: x + 1),
+    "mask of bits changed": _changed(r"(and\.b32\s+%r\d+, %r\d+, )(\d+)\b", lambda x: x >> 1),
+    "selection turned": _edit(r"(selp\.\S+\s+%r\d+, )([^,]+), ([^,]+)(, %p\d+)", r"\g<1>\3, \2\4"),
+    "constant doubled": _edit(r"\b0f([0-9A-F]{8})\b", _doubled),
+    "maximum for minimum": _edit(r"\bmax\.(?=f32|s32)", "min."),
+    "product for sum": _edit(r"\badd\.rn\.f32(x2)?\b|\badd\.f32(x2)?\b", lambda m: m[0].replace("add", "mul")),
+    "operands of a difference swapped": _edit(r"(sub\.\S*f32\S*\s+%\w+, )(%\w+), (%\w+)", r"\1\3, \2"),
+    "exponential removed": _edit(r"ex2\.approx\S*\s+(%\w+), (%\w+)", r"mov.b32 \1, \2"),
+    "predicate negated": _edit(r"\b(not|or|and)\.pred\b", lambda m: {"not": "mov", "or": "and", "and": "or"}[m[1]] + ".pred"),
 }
+# Control flow and arithmetic. The others are the faults of asynchronous code: waits, arrivals, counts, bytes, phases,
+# commits, fences, elections, descriptors, places in shared and tensor memory.
+ARITHMETIC = frozenset((
+    "branch turned", "comparison off by one", "addition off by 16", "shift off by one", "mask of bits changed",
+    "selection turned", "constant doubled", "maximum for minimum", "product for sum",
+    "operands of a difference swapped", "exponential removed", "predicate negated",
+))  # fmt: skip
 
 
 def mutants(ptx):
     """Every mutant of a module, in order of lines."""
     lines = ptx.rstrip("\0").split("\n")
+    alone = {n for n in range(16) if len(re.findall(rf"\bbar\.(?:sync|arrive)\s+{n},", ptx)) == 1}
     for number, line in enumerate(lines):
         code, _, _ = line.partition("//")
         for kind, fault in FAULTS.items():
+            named = re.search(r"\bbar\.(?:sync|arrive)\s+(\d+),", code)
+            if kind == RENAMED and named and int(named[1]) in alone:
+                continue  # a barrier that one instruction mentions: another number for it is no fault
             for piece in _statements(code):
                 changed = fault(piece)
                 if changed is not None and changed != piece:

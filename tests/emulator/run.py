@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,16 +32,28 @@ ISA = (
 _programs = {}
 
 
+class Sync(NamedTuple):
+    """One thing that a warp did to a barrier. kind: init, arrive (also with bytes), commit, wait (passed), or for named
+    barriers bar.arrive and bar.sync. barrier: shared offset of an mbarrier, or a named barrier's number."""
+
+    cta: tuple
+    warp: int
+    kind: str
+    barrier: int
+    line: int
+
+
 @dataclass
 class Report:
     """`outputs`: every buffer after the launch. `findings`: list, errors first. `deadlock`: None or a Deadlock.
-    `counters`: Counters.
+    `counters`: Counters. `reached`: lines of the text that some warp executed.
     """
 
     outputs: dict
     findings: list
     deadlock: object
     counters: Counters
+    reached: frozenset
 
     @property
     def errors(self):
@@ -72,19 +85,21 @@ def load(ptx, entry=None):
     return cache[entry]
 
 
-def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=()):
+def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=(), trace=None):
     """Run one launch.
 
     ptx: module text. launch: Launch. memory: {name: array or Uninitialised}; arrays are copied, never written.
     seed: 0 quick, others adversarial. exact: the MMA's own rounding instead of float32 BLAS. resident: clusters at a
     time. tolerate: error kinds to report as advisory, for foreign kernels that are known right on hardware.
+    trace: a list, to which every Sync is added as it happens.
     """
     with np.errstate(all="ignore"):
         machine = Machine(load(ptx, launch.entry), launch, memory, seed, exact)
         machine.findings.tolerated = frozenset(tolerate)
+        machine.trace = trace
         deadlock = Scheduler(machine, resident).run()
         machine.finish(deadlock)
-    return Report(machine.globals.outputs(), machine.findings.all(), deadlock, machine.counters)
+    return Report(machine.globals.outputs(), machine.findings.all(), deadlock, machine.counters, machine.reached())
 
 
 class Machine:
@@ -109,6 +124,8 @@ class Machine:
         self.products = {}  # thread that issues MMAs -> how many since its last commit
         self.slots = []  # register files free for the next CTA
         self.forced = False
+        self.trace = None
+        self.touched = set()  # segments that exited warps have run
         self.completed = False  # a barrier's phase has completed since the last choice
 
     def _check_launch(self):
@@ -218,8 +235,17 @@ class Machine:
         table = self.counters.instructions[self.counters.role(unit.warp)]
         for segment, hits in zip(self.program.segments, unit.hits, strict=True):
             if hits:
+                self.touched.add(segment.index)
                 for family, n in segment.families.items():
                     table[family] += n * hits
+
+    def reached(self):
+        """Lines of the segments that warps ran before they exited."""
+        segments, code = self.program.segments, self.program.kernel.instructions
+        ends = [s.first for s in segments[1:]] + [len(code)]
+        return frozenset(
+            ins.line for i in self.touched for ins in code[segments[i].first : max(ends[i], segments[i].first + 1)]
+        )
 
     def finish(self, deadlock):
         if deadlock is None:
@@ -241,6 +267,11 @@ class Machine:
     def release(self, unit):
         """The unit arrives at a barrier."""
         unit.cta.shared.release(unit.warp)
+
+    def note(self, unit, kind, barrier, ins, cta=None):
+        """For the trace. cta: whose barrier it is, where not the unit's own."""
+        if self.trace is not None:
+            self.trace.append(Sync((cta or unit.cta).index, unit.warp, kind, barrier & 0xFFFFFF, ins.line))
 
     def force_yield(self, unit):
         self.forced = True

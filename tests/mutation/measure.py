@@ -1,0 +1,106 @@
+"""Plants faults in every known-good kernel and tabulates which tier notices: `python tests/mutation/measure.py`.
+
+--each N M: at most N faults of asynchronous code a kernel and M of control flow and arithmetic, spread over the kinds.
+--write: also write docs/measured/mutants.json and .md. --only PART: kernels whose name has it, nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+OUT = ROOT / "docs" / "measured"
+TIERS = ("lint", "emulator", "verifier", "nothing")
+
+
+def spread(found: list, most: int, seed: int) -> list:
+    """At most `most`, the same number of every kind as far as there are any; the same ones for a seed."""
+    by_kind = defaultdict(list)
+    for m in found:
+        by_kind[m.kind].append(m)
+    order = random.Random(seed)
+    for ms in by_kind.values():
+        order.shuffle(ms)
+    picked: list = []
+    while len(picked) < most and any(by_kind.values()):
+        for ms in by_kind.values():
+            if ms and len(picked) < most:
+                picked.append(ms.pop())
+    return sorted(picked, key=lambda m: (m.line, m.kind))
+
+
+def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool = True, show=print) -> list:
+    """The fates of all mutants; those whose text is no program are left out."""
+    from emulator.mutants import ARITHMETIC, mutants
+
+    from mutation.judge import Judge
+    from mutation.subjects import subjects
+
+    fates = []
+    for subject in subjects():
+        if part not in subject.name:
+            continue
+        started, judge = time.process_time(), Judge(subject)
+        first, last = subject.lines
+        found = [m for m in mutants(subject.ptx) if first <= m.line <= last]
+        groups = ([m for m in found if (m.kind in ARITHMETIC) == arithmetic] for arithmetic in (False, True))
+        picked = [m for group, most in zip(groups, each, strict=True) for m in spread(group, most, seed)]
+        made = [f for m in picked if (f := judge.fate(m, verify))]
+        fates += made
+        tiers = Counter(f.tier for f in made)
+        show(f"{subject.name}: {len(made)} of {len(found)}, {dict(tiers)}, {time.process_time() - started:.0f} s of CPU")
+        for f in made:
+            if f.tier == "nothing" or f.how == "other bits":
+                show(f"    {f.how}: {f.kind}, line {f.line}: {f.code[:130]}")
+    return fates
+
+
+def table(fates: list) -> str:
+    """Markdown: kinds of fault by tier."""
+    rows = defaultdict(Counter)
+    for f in fates:
+        rows[f.kind][f.tier] += 1
+    lines = ["| fault | planted | lint | emulator | verifier | nothing |", "|---|---|---|---|---|---|"]
+    for kind, tiers in [*sorted(rows.items()), ("all", Counter(f.tier for f in fates))]:
+        lines.append(f"| {kind} | {sum(tiers.values())} | " + " | ".join(str(tiers[t] or "") for t in TIERS) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--each", type=int, nargs=2, default=(50, 12))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-verifier", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    fates = judge_all(args.each, args.only, args.seed, not args.no_verifier, lambda text: print(text, flush=True))
+    print(table(fates))
+    caught = sum(f.tier != "nothing" for f in fates)
+    print(f"{caught} of {len(fates)} noticed, {100 * caught / max(len(fates), 1):.1f} %")
+    if args.write:
+        write(fates, args)
+
+
+def write(fates: list, args: argparse.Namespace) -> None:
+    """The fates with date and versions."""
+    versions = {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "sentryward", "numpy")}
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    how = {"each": args.each, "seed": args.seed, "verifier": not args.no_verifier}
+    made = {"date": date, "versions": versions, "device": "no GPU, emulator", "how": how}
+    made["fates"] = [asdict(f) for f in fates]
+    (OUT / "mutants.json").write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
