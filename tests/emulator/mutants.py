@@ -173,7 +173,9 @@ FAULTS = {
     "product for sum": _edit(r"\badd\.rn\.f32(x2)?\b|\badd\.f32(x2)?\b", lambda m: m[0].replace("add", "mul")),
     "operands of a difference swapped": _edit(r"(sub\.\S*f32\S*\s+%\w+, )(%\w+), (%\w+)", r"\1\3, \2"),
     "exponential removed": _edit(r"ex2\.approx\S*\s+(%\w+), (%\w+)", r"mov.b32 \1, \2"),
-    "predicate negated": _edit(r"\b(not|or|and)\.pred\b", lambda m: {"not": "mov", "or": "and", "and": "or"}[m[1]] + ".pred"),
+    "predicate negated": _edit(
+        r"\b(not|or|and)\.pred\b", lambda m: {"not": "mov", "or": "and", "and": "or"}[m[1]] + ".pred"
+    ),
 }
 # Control flow and arithmetic. The others are the faults of asynchronous code: waits, arrivals, counts, bytes, phases,
 # commits, fences, elections, descriptors, places in shared and tensor memory.

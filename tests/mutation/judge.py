@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ptx_lint
 from emulator import PtxError
 from emulator.mutants import Mutant
+
+from mutation.explained import reason
 
 # (seed, variant): lazy seeds first, as they notice most; then the eager ones and the quick one.
 TURNS = ((2, 0), (2, 1), (4, 0), (6, 1), (8, 0), (4, 1), (6, 0), (8, 1), (1, 0), (3, 1), (0, 0))
@@ -48,7 +50,7 @@ class Subject:
 
 @dataclass
 class Fate:
-    """What happened to a mutant: tier lint, emulator, verifier or nothing; how says by what."""
+    """What happened to a mutant: tier lint, emulator, verifier or nothing; how says by what; why it shows so little."""
 
     subject: str
     kind: str
@@ -56,7 +58,7 @@ class Fate:
     code: str
     tier: str
     how: str
-    more: dict = field(default_factory=dict)
+    why: str = ""
 
 
 def with_patience(call: Callable[[], Any], seconds: float = PATIENCE) -> Any:
@@ -122,8 +124,8 @@ class Judge:
         """None if the text is no program: such a fault cannot be made."""
         code = self.subject.ptx.split("\n")[mutant.line - 1].strip()
 
-        def made(tier: str, how: str) -> Fate:
-            return Fate(self.subject.name, mutant.kind, mutant.line, code[:160], tier, how)
+        def made(tier: str, how: str, why: str = "") -> Fate:
+            return Fate(self.subject.name, mutant.kind, mutant.line, code[:160], tier, how, why)
 
         if how := self.lint(mutant.text):
             return made("lint", how)
@@ -133,10 +135,11 @@ class Judge:
             return None
         if how and how != "other bits":
             return made("emulator", how)
-        if verify and self.subject.verify is not None:
+        why = reason(self.subject.name, mutant.kind, code)
+        if verify and self.subject.verify is not None and not why:
             verdict = self.subject.verify(mutant.text)
             if not verdict.safe and verdict.result not in ("None", "timeout"):
                 return made("verifier", verdict.result)
-        if not how and mutant.line not in self.reached:
-            return made("nothing", "not executed")
-        return made("emulator" if how else "nothing", how or "survives")
+        if not why and mutant.line not in self.reached:
+            why = "not seen: no shape here executes this line"
+        return made("emulator" if how else "nothing", how or "survives", why)

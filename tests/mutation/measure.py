@@ -58,7 +58,9 @@ def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool
         made = [f for m in picked if (f := judge.fate(m, verify))]
         fates += made
         tiers = Counter(f.tier for f in made)
-        show(f"{subject.name}: {len(made)} of {len(found)}, {dict(tiers)}, {time.process_time() - started:.0f} s of CPU")
+        show(
+            f"{subject.name}: {len(made)} of {len(found)}, {dict(tiers)}, {time.process_time() - started:.0f} s of CPU"
+        )
         for f in made:
             if f.tier == "nothing" or f.how == "other bits":
                 show(f"    {f.how}: {f.kind}, line {f.line}: {f.code[:130]}")
@@ -93,13 +95,51 @@ def main() -> None:
 
 
 def write(fates: list, args: argparse.Namespace) -> None:
-    """The fates with date and versions."""
+    """JSON and a page, with date and versions. With --only, the other kernels' entries stay."""
+    from mutation.judge import Fate
+
+    at = OUT / "mutants.json"
+    if args.only:
+        done = {f.subject for f in fates}
+        fates = [f for f in (Fate(**x) for x in json.loads(at.read_text())["fates"]) if f.subject not in done] + fates
     versions = {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "sentryward", "numpy")}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    how = {"each": args.each, "seed": args.seed, "verifier": not args.no_verifier}
-    made = {"date": date, "versions": versions, "device": "no GPU, emulator", "how": how}
-    made["fates"] = [asdict(f) for f in fates]
-    (OUT / "mutants.json").write_text(json.dumps(made, indent=1) + "\n")
+    made = {"date": date, "versions": versions, "device": "no GPU, emulator", "seed": args.seed, "each": args.each}
+    at.write_text(json.dumps(made | {"fates": [asdict(f) for f in fates]}, indent=1) + "\n")
+    (OUT / "mutants.md").write_text(page(fates, made))
+
+
+def page(fates: list, made: dict) -> str:
+    """Rates by kernel and by kind, and every fault that nothing noticed, with the reason."""
+    from emulator.mutants import ARITHMETIC
+
+    def rate(group: list) -> str:
+        caught = sum(f.tier != "nothing" for f in group)
+        equal = sum(f.tier == "nothing" and f.why.startswith("equal") for f in group)
+        weak = (
+            f", {100 * caught / max(len(group) - equal, 1):.1f} % without the {equal} that are equal" if equal else ""
+        )
+        return f"{caught} of {len(group)} noticed, {100 * caught / max(len(group), 1):.1f} %{weak}"
+
+    versions = ", ".join(f"{k} {v}" for k, v in made["versions"].items())
+    lines = ["# Measured: faults planted in compiled kernels", "",
+             f"{made['date']}, {made['device']}; {versions}. `python tests/mutation/measure.py --each "
+             f"{made['each'][0]} {made['each'][1]} --write`.", ""]  # fmt: skip
+    groups = {"asynchronous code": [f for f in fates if f.kind not in ARITHMETIC],
+              "control flow and arithmetic": [f for f in fates if f.kind in ARITHMETIC], "all": fates}  # fmt: skip
+    lines += [f"* {name}: {rate(group)}" for name, group in groups.items()]
+    lines += ["", "`other bits`: results within the error rule but not the same; noticed by the emulator: "
+              f"{sum(f.how == 'other bits' for f in fates)} of them.", ""]  # fmt: skip
+    lines += ["| kernel | planted | lint | emulator | verifier | nothing |", "|---|---|---|---|---|---|"]
+    for name in dict.fromkeys(f.subject for f in fates):
+        tiers = Counter(f.tier for f in fates if f.subject == name)
+        lines.append(f"| {name} | {sum(tiers.values())} | " + " | ".join(str(tiers[t] or "") for t in TIERS) + " |")
+    lines += ["", table(fates), "", "## Not noticed", "", "| kernel | fault | instruction | why |", "|---|---|---|---|"]
+    for f in fates:
+        if f.tier == "nothing":
+            code = f.code.replace("|", "\\|").replace("\t", " ")[:70]
+            lines.append(f"| {f.subject}, line {f.line} | {f.kind} | `{code}` | {f.why or 'not explained'} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -51,7 +51,10 @@ class Call:
         p, lse = p / total, (top + np.log(total))[:, 0]
         out = p @ c
         if self.direction == "fwd":
-            empty = {"o": Uninitialised((1, queries, 1, d), np.uint16), "lse": Uninitialised((1, 1, queries), np.float32)}
+            empty = {
+                "o": Uninitialised((1, queries, 1, d), np.uint16),
+                "lse": Uninitialised((1, 1, queries), np.float32),
+            }
             return {"q": q, "k": k, "v": v} | empty, {"o": out, "lse": lse}
         ds = p * (g @ c.T - (g * out).sum(axis=1, keepdims=True))
         rows = -(-queries // 128) * 128
@@ -59,7 +62,14 @@ class Call:
         def line(x):
             return np.pad(x.astype(np.float32), (0, rows - queries))[None, None]
 
-        memory = {"q": q, "k": k, "v": v, "do": do, "lse": line(lse * np.log2(np.e)), "dps": line((g * out).sum(axis=1))}
+        memory = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "do": do,
+            "lse": line(lse * np.log2(np.e)),
+            "dps": line((g * out).sum(axis=1)),
+        }
         memory["dqa"] = np.zeros((1, 1, rows * d), np.float32)
         memory |= {name: Uninitialised((1, keys, 1, d), np.uint16) for name in ("dk", "dv")}
         return memory, {"dqa": ds @ b, "dk": ds.T @ a * d**-0.5, "dv": p.T @ g}
@@ -77,17 +87,17 @@ class Call:
     def lines(self, queries: int, keys: int) -> list[tuple[str, int]]:
         """(buffer, elements) of the tensors that are passed as pointer and shape."""
         rows = -(-queries // 128) * 128
-        return [("lse", queries)] if self.direction == "fwd" else [("lse", rows), ("dps", rows), ("dqa", rows * self.depth)]
+        return (
+            [("lse", queries)]
+            if self.direction == "fwd"
+            else [("lse", rows), ("dps", rows), ("dqa", rows * self.depth)]
+        )
 
     def launch(self, memory, queries: int, keys: int) -> Launch:
         length = {"q": queries, "o": queries, "do": queries}
         address, d, scale = Global(memory).address, self.depth, self.depth**-0.5
-        maps = iter(
-            Tma(name, "bfloat16", (d, length.get(name, keys), 1, 1), (2 * d, 2 * d * length.get(name, keys)) * 1 + (2 * d * length.get(name, keys),),
-                (columns, rows, 1, 1), "128B")
-            for name, columns, rows in self.boxes()
-        )  # fmt: skip
-        extents = iter(("q", "k", "v", "o") if self.direction == "fwd" else [])
+        maps = iter(_map(name, d, length.get(name, keys), (columns, rows)) for name, columns, rows in self.boxes())
+        extents = iter(name for name, _, _ in self.boxes())  # of the same tensors, in the same order
         lines = iter(self.lines(queries, keys))
         floats = iter((scale * np.log2(np.e),) if self.direction == "fwd" else (scale, scale * np.log2(np.e)))
         blocks = -(-queries // 256) if self.direction == "fwd" else -(-keys // 128)
@@ -95,7 +105,7 @@ class Call:
         params, text = [], re.search(r"\.entry\s+\w+\s*\((.*?)\n\)", self.ptx, re.S)[1]
         for size, word in re.findall(r"\.param (?:\.align \d+ \.b8 \w+\[(\d+)\]|\.(u32|f32|u64) \w+)", text):
             if size == "16":
-                params.append(Opaque(struct.pack("<4i", length.get(next(extents, "k"), keys), d, 1, 1)))
+                params.append(Opaque(struct.pack("<4i", length.get(next(extents), keys), d, 1, 1)))
             elif size == "40":
                 name, n = next(lines)
                 params.append(Opaque(struct.pack("<Q4i2q", address(name), 1, 1, n, 0, 0, 0)))
@@ -116,6 +126,11 @@ class Call:
         memory, want = self.arrays(queries, keys)
         report = run(self.ptx, self.launch(memory, queries, keys), memory, seed=seed, tolerate=TOLERATED)
         return report, {name: error(report.outputs[name], x, name) for name, x in want.items()}
+
+
+def _map(name: str, depth: int, length: int, box: tuple[int, int]) -> Tma:
+    size = 2 * depth * length
+    return Tma(name, "bfloat16", (depth, length, 1, 1), (2 * depth, size, size), (*box, 1, 1), "128B")
 
 
 def verifier_input(call: Call, queries: int, keys: int, arm: bool) -> dict:
@@ -146,7 +161,9 @@ def verifier_input(call: Call, queries: int, keys: int, arm: bool) -> dict:
     lines = iter(call.lines(queries, keys))
     names = {i: next(lines)[0] for i, p in enumerate(load(call.ptx).kernel.params) if p.size == 40}
     starts = sorted((i, at) for at, i in where.items())
-    loads = re.findall(r"ld\.param\.(?:v\d\.)?([bfus]\d+)\s+(\{[^}]*\}|%\w+), \[\w+_param_(\d+)(?:\+(\d+))?\]", call.ptx)
+    loads = re.findall(
+        r"ld\.param\.(?:v\d\.)?([bfus]\d+)\s+(\{[^}]*\}|%\w+), \[\w+_param_(\d+)(?:\+(\d+))?\]", call.ptx
+    )
     given, declared = set(), re.findall(r"\.param \.?(?:align \d+ \.)?(\w+) \w+_param_\d+", call.ptx)
     for kind, to, index, offset in loads:
         index, size = int(index), int(kind[1:]) // 8
@@ -184,4 +201,3 @@ def error(got: np.ndarray, want: np.ndarray, name: str) -> float:
         if got.size != want.size:
             return float("inf")
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-

@@ -35,7 +35,7 @@ def fetch(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *PACKAGES]
     subprocess.run(pip, check=True)
     path, old = folder / ADAPTED[0], ADAPTED[1]
-    new = "made = cute.make_rmem_tensor_like(src, dst.element_type); made.store(src.load().to(dst.element_type)); src = made"
+    new = "to = cute.make_rmem_tensor_like(src, dst.element_type); to.store(src.load().to(dst.element_type)); src = to"
     text, n = re.subn(old, new, path.read_text())
     if not n:
         raise RuntimeError(f"{path}: the line to adapt is not there: another version than {PACKAGES[1]}?")
@@ -95,7 +95,14 @@ def emulated(call) -> dict:
             worst = {name: max(x, worst.get(name, 0.0)) for name, x in errors.items()}
     runs = len(sizes) * len(SEEDS)
     seconds = round((time.process_time() - started) / runs, 2)
-    return {"shapes": sizes, "seeds": SEEDS, "error": worst, "advisory": dict(found), "runs": runs, "seconds a run": seconds}
+    return {
+        "shapes": sizes,
+        "seeds": SEEDS,
+        "error": worst,
+        "advisory": dict(found),
+        "runs": runs,
+        "seconds a run": seconds,
+    }
 
 
 def verified(call, timeout: int) -> dict:

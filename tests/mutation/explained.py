@@ -1,0 +1,25 @@
+"""Why faults that no tier notices are none, or cannot show: (kernel, kind of fault, instruction) -> reason."""
+
+from __future__ import annotations
+
+import re
+
+# (part of the kernel's name, kind, pattern of the instruction, reason); the first that fits
+REASONS = (
+    ("", "mask of bits changed", r"and\.b32\s+%r\d+, %r\d+, 16(383|320)",
+     "equal: the field of a descriptor's address; shared memory ends at 2^18, so the bit that is lost is always 0"),
+    ("", "bulk commit removed", r"cp\.async\.bulk\.commit_group",
+     "equal: the thread commits again before it waits for everything"),
+    ("", "comparison off by one", r"setp\.lt\.s32\s+%p\d+, %r\d+, 0",
+     "equal: the correction of a division's sign, for a number that is never negative"),
+    ("micro gemm", "comparison off by one", r"setp\.lt\.s32\s+%p\d+, %r13, 1",
+     "not seen: whether the loop is skipped, which one step alone would show; the kernel runs five"),
+)  # fmt: skip
+
+
+def reason(subject: str, kind: str, code: str) -> str:
+    """Empty if nobody has looked at it yet."""
+    for part, of, pattern, why in REASONS:
+        if part in subject and of == kind and re.search(pattern, code):
+            return why
+    return ""
