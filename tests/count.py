@@ -1,10 +1,10 @@
-"""Counts of one 128 x 128 tile of a forward, from a run in the emulator: `python tests/count.py [sm_100a|sm_90a]
-[depth]`.
+"""Counts of one 128 x 128 tile, in the emulator: `python tests/count.py [sm_100a|sm_90a] [depth] [fwd|bwd]`.
 
-Two runs that differ by key tiles are subtracted, so prologue and epilogue cancel. Cycles by the counting rules of the
+Two runs that differ by key tiles (backward: query tiles) are subtracted, so prologue and epilogue cancel. Cycles by the counting rules of the
 design: tensor = 2 M N K / rate, exp = ex2 elements / 16, shared memory = bytes / 128.
 """
 
+import importlib
 import sys
 from collections import defaultdict
 
@@ -66,16 +66,60 @@ def execute(plan, bind, ptx, queries, keys, seed=0):
 def per_tile(plan, bind, ptx, queries=256, short=256, long=512):
     """{role: {counter: amount}} of one 128 x 128 tile: the difference of two lengths over the tiles between them."""
     runs = [execute(plan, bind, ptx, queries, keys).counters for keys in (short, long)]
-    tiles = (queries // TILE) * (long - short) // TILE
+    return difference(*runs, (queries // TILE) * (long - short) // TILE)
+
+
+def difference(short, long, tiles):
+    """{role: {counter: amount}} of one tile, from the Counters of two runs that differ by `tiles`."""
     out = defaultdict(dict)
     for table in ("instructions", "amounts"):
-        few, many = (getattr(c, table) for c in runs)
+        few, many = (getattr(c, table) for c in (short, long))
         for role, counts in many.items():
             for name, amount in counts.items():
                 change = (amount - few[role].get(name, 0)) / tiles
                 if change:
                     out[role][name] = change
     return out
+
+
+def backward_plan(arch, depth):
+    """The selected plan of a full bfloat16 backward, its bind, and the warps of its roles."""
+    from jax_fa4.kernels import select
+    from jax_fa4.spec import AttentionSpec, Problem
+
+    plan = select(Problem(AttentionSpec(), 1, 4096, 4096, 1, 1, depth, depth, "bfloat16", "bwd"), arch)
+    bind = importlib.import_module(type(plan).__module__).bind
+    roles = getattr(plan, "roles", None) or {
+        "load": (0,),
+        "reduce": (1, 2, 3),
+        "math": tuple(range(4, plan.threads // 32)),
+    }
+    return plan, bind, roles
+
+
+def execute_backward(plan, bind, ptx, roles, queries, keys):
+    """Counters of the main kernel of one head, all keys visible; the preprocess runs before it."""
+    from emulated import raw
+    from problems import Case, inputs
+    from test_compile_bwd import operands
+
+    case = Case("count", b=1, t=queries, s=keys, n=1, k=1, d=plan.depth, v=plan.value_depth)
+    given, shapes = operands(plan, case, inputs(case, plan.dtype)), {"B": 1, "T": queries, "S": keys, "N": 1, "K": 1}
+    kinds = {plan.dtype: raw(np.zeros(0), plan.dtype).dtype, "float32": np.float32, "int32": np.int32}
+    e = plan.extents(shapes)
+    memory = {b.name: given[b.name] for b in plan.inputs}
+    memory |= {b.name: Uninitialised(b.sized(e), np.dtype(kinds[b.dtype])) for b in plan.outputs}
+    pre, main = launches(plan, bind, shapes, ptx)[:2]
+    memory |= run(pre.ptx, to_emulator(pre), memory).check().outputs
+    return run(main.ptx, to_emulator(main, roles), memory).check().counters
+
+
+def per_backward_tile(arch, depth):
+    """{role: {counter: amount}} of one 128 x 128 tile of the main kernel: of the steps between four tiles and eight."""
+    plan, bind, roles = backward_plan(arch, depth)
+    ptx, keys = build(plan, keep_ptx=True).ptx.rstrip("\0"), TILE * getattr(plan, "ctas", 1)
+    few, many = (execute_backward(plan, bind, ptx, roles, queries, keys) for queries in (4 * TILE, 8 * TILE))
+    return difference(few, many, 4 * keys // TILE)
 
 
 def cycles(table):
@@ -88,10 +132,14 @@ def cycles(table):
     return out | {cause: total(cause) / SHARED_BYTES for cause in SHARED_CAUSES}
 
 
-def main(arch="sm_100a", depth="128"):
-    plan, bind = plan_of(arch, int(depth))
-    table = per_tile(plan, bind, build(plan, keep_ptx=True).ptx)
-    print(f"{arch} forward, depth {depth}, bfloat16: cycles of one {TILE} x {TILE} tile")
+def main(arch="sm_100a", depth="128", direction="fwd"):
+    if direction == "bwd":
+        table = per_backward_tile(arch, int(depth))
+    else:
+        plan, bind = plan_of(arch, int(depth))
+        table = per_tile(plan, bind, build(plan, keep_ptx=True).ptx)
+    name = {"fwd": "forward", "bwd": "backward, main kernel"}[direction]
+    print(f"{arch} {name}, depth {depth}, bfloat16: cycles of one {TILE} x {TILE} tile")
     print("  " + ", ".join(f"{name} {amount:.0f}" for name, amount in cycles(table).items()))
     print("by role: warp-instructions, bytes, cycles")
     for role, counts in table.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from mutation.explained import reason
 
 # (seed, variant): lazy seeds first, as they notice most; then the eager ones and the quick one.
 TURNS = ((2, 0), (2, 1), (4, 0), (6, 1), (8, 0), (4, 1), (6, 0), (8, 1), (1, 0), (3, 1), (0, 0))
-PATIENCE = 6.0  # CPU seconds a run may take; right ones need less than half a second
 
 
 class Endless(Exception):
@@ -61,7 +61,7 @@ class Fate:
     why: str = ""
 
 
-def with_patience(call: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+def with_patience(call: Callable[[], Any], seconds: float) -> Any:
     """The call's result; Endless after so many CPU seconds."""
 
     def stop(*_: Any) -> None:
@@ -85,12 +85,14 @@ class Judge:
         if self.findings:
             raise ValueError(f"{subject.name}: lint findings in the right kernel: {sorted(self.findings)}")
         self.good, self.reached = [], set()
+        started = time.process_time()
         for variant in subject.variants:
             report = variant.execute(subject.ptx, 0).check()
             if not variant.right(report.outputs):
                 raise ValueError(f"{subject.name}: the right kernel's results are wrong")
             self.good.append(report.outputs)
             self.reached |= report.reached
+        self.patience = 1.0 + 10 * (time.process_time() - started)  # CPU seconds of a run; translation counts too
 
     def lint(self, text: str) -> str:
         found = ptx_lint.lint(text)
@@ -106,7 +108,7 @@ class Judge:
                 continue
             variant = self.subject.variants[number]
             try:
-                report = with_patience(lambda: variant.execute(text, seed))  # noqa: B023
+                report = with_patience(lambda: variant.execute(text, seed), self.patience)  # noqa: B023
             except Endless:
                 return "does not end"
             if report.deadlock is not None:

@@ -1,7 +1,7 @@
 """Plants faults in every known-good kernel and tabulates which tier notices: `python tests/mutation/measure.py`.
 
 --each N M: at most N faults of asynchronous code a kernel and M of control flow and arithmetic, spread over the kinds.
---write: also write docs/measured/mutants.json and .md. --only PART: kernels whose name has it, nothing written.
+--write: also write docs/measured/mutants.json and .md. --only PART: kernels whose name has it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def spread(found: list, most: int, seed: int) -> list:
     return sorted(picked, key=lambda m: (m.line, m.kind))
 
 
-def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool = True, show=print) -> list:
+def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool = True, show=print, keep=id) -> list:
     """The fates of all mutants; those whose text is no program are left out."""
     from emulator.mutants import ARITHMETIC, mutants
 
@@ -57,6 +57,7 @@ def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool
         picked = [m for group, most in zip(groups, each, strict=True) for m in spread(group, most, seed)]
         made = [f for m in picked if (f := judge.fate(m, verify))]
         fates += made
+        keep(made)
         tiers = Counter(f.tier for f in made)
         show(
             f"{subject.name}: {len(made)} of {len(found)}, {dict(tiers)}, {time.process_time() - started:.0f} s of CPU"
@@ -86,22 +87,21 @@ def main() -> None:
     parser.add_argument("--no-verifier", action="store_true")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    fates = judge_all(args.each, args.only, args.seed, not args.no_verifier, lambda text: print(text, flush=True))
+    keep = (lambda made: write(made, args)) if args.write else id  # after every kernel: a full run takes long
+    fates = judge_all(args.each, args.only, args.seed, not args.no_verifier, lambda text: print(text, flush=True), keep)
     print(table(fates))
     caught = sum(f.tier != "nothing" for f in fates)
     print(f"{caught} of {len(fates)} noticed, {100 * caught / max(len(fates), 1):.1f} %")
-    if args.write:
-        write(fates, args)
 
 
 def write(fates: list, args: argparse.Namespace) -> None:
-    """JSON and a page, with date and versions. With --only, the other kernels' entries stay."""
+    """JSON and a page, with date and versions. Entries of other kernels stay."""
     from mutation.judge import Fate
 
     at = OUT / "mutants.json"
-    if args.only:
-        done = {f.subject for f in fates}
-        fates = [f for f in (Fate(**x) for x in json.loads(at.read_text())["fates"]) if f.subject not in done] + fates
+    done = {f.subject for f in fates}
+    before = json.loads(at.read_text())["fates"] if at.exists() else []
+    fates = [f for f in (Fate(**x) for x in before) if f.subject not in done] + fates
     versions = {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "sentryward", "numpy")}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     made = {"date": date, "versions": versions, "device": "no GPU, emulator", "seed": args.seed, "each": args.each}
