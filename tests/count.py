@@ -1,7 +1,7 @@
 """Counts of one 128 x 128 tile, in the emulator: `python tests/count.py [sm_100a|sm_90a] [depth] [fwd|bwd]`.
 
-Two runs that differ by key tiles (backward: query tiles) are subtracted, so prologue and epilogue cancel. Cycles by the counting rules of the
-design: tensor = 2 M N K / rate, exp = ex2 elements / 16, shared memory = bytes / 128.
+Two runs that differ by key tiles (backward: query tiles) are subtracted, so prologue and epilogue cancel. Cycles by the
+counting rules of the design: tensor = 2 M N K / rate, exp = ex2 elements / 16, shared memory = bytes / 128.
 """
 
 import importlib

@@ -68,6 +68,9 @@ CASES = {
     "shared memory beyond its size": Case("shared", "out_of_bounds", "%r4, [%r3]", "%r4, [%r3+16384]"),
     "shared memory nobody wrote": Case("shared", "uninitialised_read", "%r4, [%r3]", "%r4, [%r3+256]"),
     "barrier with two counts": Case("shared", "named_barrier", "  bar.sync 0;\n", TWO_COUNTS, {"block": 64}),
+    "barrier with a warp twice": Case(
+        "shared", "named_barrier", "bar.sync 0;", 2 * "bar.arrive 3, 64;\n  " + "bar.sync 0;"
+    ),
     "barrier with an arrival left": Case("shared", "named_barrier", "bar.sync 0;", "bar.arrive 3, 64;\n  bar.sync 0;"),
     "more registers than an SM has": Case(
         "shared", "registers", "bar.sync 0;", "setmaxnreg.inc.sync.aligned.u32 232;\n  bar.sync 0;", {"block": 320}

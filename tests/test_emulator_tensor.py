@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from emulator import Pointer, Scalar, Tma, Uninitialised, tensor
 from emulator.arith import bf16_to_f32, f32_to_bf16
+from emulator.cases import a_in_registers
 from emulator.isa_tcgen05 import shape_map
 from emulator.snippets import SPAN, body, depth_of, kinds, mma_setup, play, wgmma_setup
 
@@ -56,6 +57,15 @@ def test_wgmma_reads_every_swizzle_and_major(a, b):
             row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i >> 1 & 1)
             column = 8 * (i >> 2) + 2 * (thread % 4) + (i & 1)
             assert report.outputs["out"][thread, i] == want[row, column]
+
+
+def test_wgmma_takes_a_from_registers():
+    params, memory, options = wgmma_setup(VALUES)
+    by_descriptor = play(body("wgmma"), params, memory, **options).check().outputs["out"]
+    text, more = a_in_registers(body("wgmma")), (*params, Pointer("a"))
+    assert np.array_equal(play(text, more, memory, seed=2, **options).check().outputs["out"], by_descriptor)
+    swapped = text.replace("{%r240, %r241,", "{%r241, %r240,")
+    assert not np.array_equal(play(swapped, more, memory, **options).outputs["out"], by_descriptor)
 
 
 # shape, count: the register maps, checked through a store of one shape and loads of the other

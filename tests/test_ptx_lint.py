@@ -5,6 +5,11 @@ from micro import add, build, copy, gemm, power
 from ptx_lint import lint, registers
 from verifier.mutate import chain, drop, edit
 
+from jax_fa4.kernels.sm90.bwd.plan import Plan as Sm90Backward
+from jax_fa4.kernels.sm90.bwd.plan import form_for
+from jax_fa4.kernels.sm90.fwd.plan import Plan as Sm90Forward
+from jax_fa4.kernels.sm90.fwd.plan import tiles_for
+from jax_fa4.kernels.sm100.bwd.plan import Plan as Sm100Backward
 from jax_fa4.kernels.sm100.fwd.plan import Plan
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "-")
@@ -13,19 +18,25 @@ FORWARDS = {
     "d64": Plan("bfloat16", 64, 64, band=True),
     "d128": Plan("bfloat16", 128, 128),
 }
+OTHERS = {
+    "sm100 backward": Sm100Backward("bfloat16", 64, 64),
+    "sm90 forward": Sm90Forward("bfloat16", 128, 128, band=True, **tiles_for(128, 128)),
+    "sm90 backward": Sm90Backward("bfloat16", 64, 64, **form_for(64, 64)),
+}
+COMPILED = FORWARDS | OTHERS
 built: dict[str, str] = {}
 
 
 def text(name: str) -> str:
-    if name in FORWARDS and name not in built:
+    if name in COMPILED and name not in built:
         from jax_fa4.ffi.compile import build as compiled
 
-        built[name] = compiled(FORWARDS[name], keep_ptx=True).ptx
+        built[name] = compiled(COMPILED[name], keep_ptx=True).ptx
     micros = {"add": add.MICRO, "copy": copy.MICRO, "gemm": gemm.micro(3), "power": power.MICRO}
-    return built[name] if name in FORWARDS else build.ptx(micros[name])
+    return built[name] if name in COMPILED else build.ptx(micros[name])
 
 
-@pytest.mark.parametrize("name", ("add", "copy", "gemm", "power", *FORWARDS))
+@pytest.mark.parametrize("name", ("add", "copy", "gemm", "power", *FORWARDS, *OTHERS))
 def test_our_kernels_are_clean(name):
     assert lint(text(name)) == []
 
@@ -101,3 +112,63 @@ $L__A:
     assert [f.rule for f in lint(ptx)] == ["wait-ld"]
     waited = edit(r"\$L__A:", "$L__A:\ttcgen05.wait::ld.sync.aligned;")
     assert chain(waited)(ptx) != ptx and lint(waited(ptx)) == []
+
+
+ELECTED = """
+.visible .entry k()
+{
+	mov.u32 	%r1, %tid.x;
+	and.b32 	%r2, %r1, 127;
+	setp.ne.b32 	%p1, %r2, 0;
+	setp.lt.s32 	%p2, %r9, 1;
+	or.pred 	%p3, %p1, %p2;
+	@%p3 bra 	$L__A;
+	cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r3], 512;
+$L__A:
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "elected"),
+    [
+        (None, True),
+        (edit(r"and\.b32(.*)127", r"and.b32\g<1>96"), False),  # the warp's number
+        (edit(r"or\.pred", "and.pred"), False),
+        (edit(r"setp\.ne", "setp.eq"), False),
+        (edit(r"@%p3", "@!%p3"), False),
+    ],
+)
+def test_who_compares_the_thread_with_a_number_is_alone(change, elected):
+    made = ELECTED if elected else change(ELECTED)
+    assert [f.rule for f in lint(made)] == ([] if elected else ["elect"])
+
+
+PATHS = """
+.visible .entry k()
+{
+	setp.lt.s32 	%p1, %r1, 1;
+	@%p1 bra 	$L__A;
+	tcgen05.fence::after_thread_sync;
+	bra 	$L__B;
+$L__A:
+	bar.sync 	1, 64;
+$L__B:
+	setp.lt.s32 	%p2, %r1, 1;
+	@%p2 bra 	$L__C;
+	tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r3];
+	tcgen05.wait::ld.sync.aligned;
+$L__C:
+	ret;
+}
+"""
+
+
+def test_a_condition_tested_twice_has_one_outcome():
+    """The load is reached with the fence only: both branches ask the same."""
+    assert lint(PATHS) == []
+    other = edit(r"setp\.lt\.s32(\s+%p2, %r1), 1", r"setp.lt.s32\g<1>, 2")
+    changed = edit(r"\$L__B:", "$L__B:\tmov.b32 \t%r1, %r4;")
+    for change in (other, changed):
+        assert [f.rule for f in lint(change(PATHS))] == ["after-sync"]

@@ -103,6 +103,8 @@ class NamedBarriers:
         b = self.get(index)
         if b.count is not None and b.count != count:
             report("named_barrier", f"barrier {index}: {count} threads here, {b.count} at {', '.join(b.names)}")
+        if unit.name in b.names:
+            report("named_barrier", f"barrier {index}: {unit.name} arrives twice at one phase")
         b.count = count
         generation = b.generation
         b.arrived += WARP

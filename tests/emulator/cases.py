@@ -145,6 +145,37 @@ def copies():
     yield Case("cp.async with a short source", text, both, memory)
 
 
+def a_in_registers(text):
+    """wgmma.ptx with A's fragments loaded by the threads from its buffer (64 x 64, row by row), which p11 points to."""
+    head, rest = text.split("  wgmma.fence.sync.aligned;\n")
+    (line,) = (x for x in rest.split("\n") if "wgmma.mma_async" in x)
+    for code in (
+        "ld.param.b64 %d5, [p11]",
+        "shr.u32 %r230, %r1, 5",
+        "shl.b32 %r230, %r230, 4",
+        "and.b32 %r231, %r1, 31",
+        "shr.u32 %r231, %r231, 2",
+        "add.s32 %r230, %r230, %r231",
+        "shl.b32 %r230, %r230, 7",
+        "and.b32 %r231, %r1, 3",
+        "shl.b32 %r231, %r231, 2",
+        "add.s32 %r230, %r230, %r231",
+        "cvt.u64.u32 %d6, %r230",
+        "add.s64 %d7, %d5, %d6",
+    ):
+        head += f"  {code};\n"
+    steps = ""
+    for step in range(4):
+        fragment = [240 + 4 * step + i for i in range(4)]
+        for register, (row, k) in zip(fragment, ((0, 0), (8, 0), (0, 8), (8, 8)), strict=True):
+            head += f"  ld.global.b32 %r{register}, [%d7+{128 * row + 2 * (16 * step + k)}];\n"
+        vector = "{" + ", ".join(f"%r{r}" for r in fragment) + "}"
+        steps += "  mov.b64 %d11, {%r216, %r228};\n" + f"  setp.ne.b32 %p2, {step}, 0;\n"
+        steps += line.replace("%d10, %d11", f"{vector}, %d11").replace("1, 1, 0, 0;", "1, 1, 0;") + "\n"
+        steps += "  add.s32 %r216, %r216, %r229;\n"
+    return head + "  wgmma.fence.sync.aligned;\n" + steps + rest[rest.index("  wgmma.commit_group") :]
+
+
 def products():
     integers = np.random.default_rng(0).integers(-4, 5, (2, 128, 64))
     for a in [(s, k) for s in SPAN for k in (True, False)]:
@@ -165,6 +196,11 @@ def products():
             x = rng.standard_normal((64, 64)) * 2.0 ** rng.integers(-spread // 5, spread // 5 + 1, (64, 64))
             half[name] = x.astype(np.float16).view(np.uint16)
         text = body("wgmma").replace(".bf16.bf16", ".f16.f16")
+        registers = (*params, Pointer("a"))
+        for kind, numbers in (("bf16", memory), ("f16", memory | half)):
+            made = a_in_registers(body("wgmma").replace(".bf16.bf16", f".{kind}.{kind}"))
+            name = f"wgmma {kind}, A in registers, exponents +-{spread if kind == 'bf16' else spread // 5}"
+            yield Case(name, made, registers, numbers, how["block"], 1, how["shared"])
         yield Case(f"wgmma f16, exponents +-{spread // 5}", text, params, memory | half, how["block"], 1, how["shared"])
 
 

@@ -29,10 +29,10 @@ CAUSAL = (
     Case("causal", b=1, t=150, s=500, n=2, k=1, d=128, causal=True, bottom_right=True, kv_lens=(460,)),
     Case("causal", b=1, t=260, s=260, n=1, k=1, d=128, causal=True, spread=3.0),
 )
-# Six query tiles for one CTA of a persistent grid.
+# Several query tiles for one CTA of a persistent grid; one example without keys.
 MANY = (
     Case("many", b=1, t=400, s=260, n=2, k=1, d=64, q_lens=(390,), kv_lens=(250,)),
-    Case("many", b=1, t=600, s=520, n=1, k=1, d=64, q_lens=(580,), kv_lens=(500,), spread=3.0),
+    Case("many", b=2, t=300, s=400, n=1, k=1, d=64, q_lens=(290, 300), kv_lens=(380, 0), spread=3.0),
 )
 GRADIENT = (
     Case("gradient", b=1, t=200, s=200, n=1, k=1, d=64, q_lens=(150,), kv_lens=(190,)),
