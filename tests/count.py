@@ -38,7 +38,7 @@ def plan_of(arch, depth):
         return Plan("bfloat16", depth, depth, **tiles_for(depth, depth, False)), bind
     from jax_fa4.kernels.sm100.fwd.plan import Plan, bind
 
-    return Plan("bfloat16", depth, depth), bind
+    return Plan("bfloat16", depth, depth, spill_allowance=16), bind
 
 
 def execute(plan, bind, ptx, queries, keys, seed=0):
