@@ -52,7 +52,7 @@ class Code:
 
 
 _STATEMENT = re.compile(r"^(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$")
-_REGISTER = re.compile(r"%[a-z]+\d+|\b(?:P1|add|a|b)\b")
+_REGISTER = re.compile(r"%[a-z]+\d+|\b(?:P1|add|a|b|done|there)\b")
 # Instructions without a register result: all their operands are read.
 _NO_RESULT = re.compile(
     r"st\.|bar|barrier|tcgen05\.(st|mma|commit|wait|fence|dealloc|relinquish|alloc)|mbarrier\.init|bra"

@@ -161,7 +161,7 @@ def test_a_broken_kernel_fails(name):
 BANDS = [
     Case("causal", b=1, t=300, s=400, n=1, k=1, d=128, causal=True),
     Case("window", b=2, t=256, s=300, n=2, k=1, d=128, window=(150, 60), bottom_right=True, q_lens=(256, 140),
-         kv_lens=(300, 131), scale=0.2, fill="both"),
+         kv_lens=(300, 131), fill="both"),
 ]  # fmt: skip
 OTHERS = [
     Case("d72_96", b=1, t=130, s=150, n=1, k=1, d=72, v=96, q_lens=(125,)),
