@@ -87,14 +87,14 @@ def test_decoding_follows_a_growing_cache() -> None:
     assert step._cache_size() == 1
 
 
-FEW = ["1,2048,2048,8,8,128", "1,4096,4096,2,2,128", "1,8192,8192,1,1,64", "1,5000,4500,2,1,96", "1,4096,5000,2,2,256"]
+FEW = ["1,2048,2048,8,8,128", "1,4096,4096,2,2,128", "1,8192,8192,1,1,64", "1,4200,4500,2,1,96", "1,4096,5000,2,2,256"]
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "bottom_right", "window"])
 @pytest.mark.parametrize("case", FEW)
 def test_few_tiles(case: str, kind: str) -> None:
     plan = form(case, kind)
-    shared = not case.startswith("1,2048")
+    shared = not case.startswith("1,2048") and not case.endswith(",256")
     on_hopper(getattr(plan, "splits", None) == shared, "shared keys" if shared else "few tiles")
     check_forward(case, KINDS[kind], "bfloat16")
     check_forward(case, KINDS[kind] | lengths(case) | extra("sinks", case), "float16")

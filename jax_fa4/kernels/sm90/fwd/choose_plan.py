@@ -73,7 +73,7 @@ def decode_for(depth: int, value_depth: int) -> dict[str, Any]:
     return fields
 
 
-def few_tiles_for(shape: Shape, band: bool) -> dict[str, Any] | None:
+def few_tiles_for(shape: Shape, band: bool, value_depth: int) -> dict[str, Any] | None:
     """Fields where query tiles are few, or None where they are many.
 
     Causal tiles longest first over all heads, depth 128: with 256 tiles 70 us against 97 head by head (one sequence of
@@ -81,7 +81,8 @@ def few_tiles_for(shape: Shape, band: bool) -> dict[str, Any] | None:
     54 against 59 (4k, 4 heads), 73 against 106 (8k, 2 heads); at 2k it costs more than it saves. Same measurement.
     """
     assert shape.tiles is not None and shape.keys is not None
-    if shape.keys >= LONG and shape.tiles <= (SMS if band else SMS // 2):
+    # Values of depth 256 leave no registers for it: with keys of 128, sinks and a band 16 bytes spill.
+    if native(value_depth) < 256 and shape.keys >= LONG and shape.tiles <= (SMS if band else SMS // 2):
         return {"sections": True, "splits": True}
     if band and shape.tiles <= FEW_TILES:
         return {"sections": True}
@@ -98,7 +99,7 @@ def fields_for(problem: Problem, any_shape: bool) -> dict[str, Any]:
         return base | decode_for(problem.d, problem.v)
     if crowded:
         return base
-    if shape.tiles is not None and (few := few_tiles_for(shape, spec.band)) is not None:
+    if shape.tiles is not None and (few := few_tiles_for(shape, spec.band, problem.v)) is not None:
         return base | FEW_FORMS.get((native(problem.d), native(problem.v)), {}) | few
     measured = MEASURED.get((native(problem.d), native(problem.v), spec.band), ((0, {}),))
     for longest, fields in measured:
