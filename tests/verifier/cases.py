@@ -9,7 +9,8 @@ from typing import Any
 
 from launch import Launch, launches
 
-from jax_fa4.kernels.sm100.fwd.plan import Plan, bind
+from jax_fa4.kernels.sm100.fwd.plan import Plan, bind, paired
+from jax_fa4.kernels.sm100.fwd.wide.plan import Wide
 from jax_fa4.mask import UNBOUNDED
 from verifier import run
 
@@ -79,6 +80,13 @@ LONG = {
     "D 192, 128": Case(forward(192, 128), RESCALE),
     "D 192, 128 causal": Case(forward(192, 128, band=True), SKIP, right=0),
     "sinks": Case(forward(128, sinks=True, stage_cap=3)),
+}
+# Pairs of CTAs: five to fifteen minutes each on a busy machine, 2026-11-30, all race-free with no warning.
+LONG |= {
+    "pair, D 128": Case(paired(forward(128, stage_cap=3)), RESCALE, {"T": 512, "S": 256}),
+    "pair, D 128 causal": Case(paired(forward(128, stage_cap=3, band=True)), SKIP, {"T": 512, "S": 256}, right=0),
+    "pair, D 128 ragged": Case(paired(forward(128, stage_cap=3)), SKIP, {"T": 300, "S": 256}, lengths=(300, 200)),
+    "D 256": Case(Wide("bfloat16", 256, 256, stage_cap=2), RESCALE, {"T": 256, "S": 384}),
 }
 # Twins with the scale as a constant: the prover has no channel for a float operand. Nothing forced: no vote in them.
 TWIN = {"baked_scale": 0.125, "lazy": 0.0, "stage_cap": 10}
