@@ -4,7 +4,7 @@
     python examples/check_blackwell.py --only causal --no-times --out mine.json
 
 These kernels have been emulated and in part verified, but have never run on such a GPU: please send the report, be it
-right or wrong. Each problem runs in a process of its own and is given up after --seconds, so that a kernel that hangs or
+right or wrong. Each problem runs in a process of its own and is given up after --seconds, so that one that hangs or
 crashes costs one line, not the run. Exit code: 0 all right, 1 something is not, 2 nothing was run (the reason is
 printed).
 

@@ -1,0 +1,126 @@
+"""Many schedules of the Blackwell forward in the emulator: `python tests/seeds_sm100_fwd.py --seeds 20 --minutes 60`.
+
+Every case of the list runs under every seed: no error finding, no deadlock, output and log-sum-exp within the error rule.
+Three of them run under --many seeds. What was done, also where time ended it, is written to docs/measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+OUT = ROOT / "docs" / "measured" / "sm100_forward_seeds.json"
+
+from problems import Case  # noqa: E402
+
+ONE = {"b": 1, "n": 1, "k": 1}
+LENGTHS = [(1, 1), (64, 65), (127, 129), (128, 128), (1, 300), (200, 1), (257, 130), (300, 520)]
+BANDS = [
+    Case("causal_129x127", t=129, s=127, causal=True, **ONE),
+    Case("causal_257x257", t=257, s=257, causal=True, **ONE),
+    Case("bottom_200x1", t=200, s=1, causal=True, bottom_right=True, **ONE),
+    Case("bottom_300x450", t=300, s=450, causal=True, bottom_right=True, **ONE),
+    Case("window_0_0", t=140, s=140, window=(0, 0), **ONE),
+    Case("window_17_5", t=300, s=300, window=(17, 5), **ONE),
+    Case("window_left", t=100, s=300, window=(40, None), causal=True, bottom_right=True, **ONE),
+    Case("window_far", t=140, s=70, window=(2, 2), **ONE),
+    Case("halves_left_out", t=300, s=400, window=(128, 0), **ONE),
+    Case("lengths_window", b=2, t=180, s=190, n=1, k=1, q_lens=(170, 33), kv_lens=(190, 1), window=(20, 3)),
+]
+KINDS = [
+    Case("lengths", b=2, t=180, s=190, n=1, k=1, q_lens=(170, 33), kv_lens=(190, 1)),
+    Case("lengths_zero", b=2, t=40, s=140, n=1, k=1, q_lens=(0, 40), kv_lens=(140, 0)),
+    Case("heads_4_2", b=1, t=70, s=140, n=4, k=2, causal=True),
+    Case("segments", t=150, s=300, segments=3, **ONE),
+    Case("segments_disjoint", t=20, s=140, segments=9, **ONE),
+    Case("soft_cap", t=130, s=140, soft_cap=5.0, spread=2.0, **ONE),
+    Case("sinks", t=65, s=140, sinks=True, **ONE),
+    Case("scale_large", t=130, s=200, scale=1.0, **ONE),
+    Case("fill_both", t=130, s=200, fill="both", causal=True, **ONE),
+    Case("fill_constant", t=130, s=200, fill="constant", **ONE),
+]
+DEPTHS = [
+    Case("d72_40", t=130, s=150, d=72, v=40, **ONE),
+    Case("d128", t=300, s=300, d=128, **ONE),
+    Case("d128_causal", t=260, s=260, d=128, causal=True, **ONE),
+    Case("d192_128_causal", t=140, s=260, d=192, v=128, causal=True, **ONE),
+]
+SEVERAL = {"workers": 1}  # one CTA takes all pairs of query tiles
+OTHER: list[tuple[Case, dict[str, Any]]] = [
+    (Case("again", t=520, s=140, kv_lens=(130,), **ONE), SEVERAL),
+    (Case("again_small_ring", t=520, s=300, kv_lens=(270,), **ONE), SEVERAL | {"stage_cap": 2}),
+    (Case("decode", b=1, t=1, s=600, n=4, k=1), {}),
+    (Case("decode_3", b=1, t=3, s=520, n=3, k=1, causal=True, bottom_right=True, sinks=True, kv_lens=(500,)), {}),
+]
+CASES: list[tuple[Case, dict[str, Any]]] = [
+    *((Case(f"len_{t}x{s}", t=t, s=s, **ONE), {}) for t, s in LENGTHS),
+    *((case, {}) for case in (*BANDS, *KINDS, *DEPTHS)),
+    *OTHER,
+]
+MANY = ("len_300x520", "causal_257x257", "again_small_ring")
+
+
+def passes_each(case: Case, fields: dict, seeds: range, until: float, passes: Callable) -> dict:
+    """How many seeds passed before time ended, and the failures' texts."""
+    start, done, wrong = time.time(), 0, []
+    for seed in seeds:
+        if time.time() > until:
+            break
+        try:
+            passes(case, seed=seed, **fields)
+            done += 1
+        except AssertionError as error:
+            wrong.append(f"seed {seed}: {str(error)[:300]}")
+    return {"seeds": done, "failed": wrong, "seconds": round(time.time() - start, 1)}
+
+
+def main() -> int:
+    import test_emulated_sm100 as tests
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--many", type=int, default=200, help=f"seeds of {', '.join(MANY)}")
+    parser.add_argument("--minutes", type=float, default=60)
+    args = parser.parse_args()
+    until = time.time() + 60 * args.minutes
+    report: dict = {
+        "what": "Blackwell forward, emulated; no Blackwell card has run it",
+        "command": " ".join(["python tests/seeds_sm100_fwd.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "numpy")},
+        "cases": {},
+    }
+    for case, fields in CASES:
+        whole = args.many if case.name in MANY else args.seeds
+        found = passes_each(case, fields, range(min(whole, args.seeds)), until, tests.passes)
+        report["cases"][case.name] = found | {"plan": str(replace(tests.plan_of(case), **fields))}
+        print(case.name, found, flush=True)
+    for case, fields in (x for x in CASES if x[0].name in MANY):
+        more = passes_each(case, fields, range(args.seeds, args.many), until, tests.passes)
+        one = report["cases"][case.name]
+        one |= {name: one[name] + more[name] for name in more}
+        print(case.name, more, flush=True)
+    cases = report["cases"].values()
+    report["in all"] = {
+        "cases": len(cases),
+        "with 20 seeds or more": sum(x["seeds"] >= 20 for x in cases),
+        "with 200 seeds or more": sum(x["seeds"] >= 200 for x in cases),
+        "failed": sum(len(x["failed"]) for x in cases),
+    }
+    print(report["in all"])
+    OUT.write_text(json.dumps(report, indent=1) + "\n")
+    return int(report["in all"]["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
