@@ -1,12 +1,14 @@
 """Counts of one 128 x 128 tile, in the emulator: `python tests/count.py [sm_100a|sm_90a] [depth] [fwd|bwd]`.
 
 Two runs that differ by key tiles (backward: query tiles) are subtracted, so prologue and epilogue cancel. Cycles by the
-counting rules of the design: tensor = 2 M N K / rate, exp = ex2 elements / 16, shared memory = bytes / 128.
+counting rules of the design: tensor = 2 M N K / rate, exp = ex2 elements / 16, shared memory = bytes / 128. For
+the Blackwell forward also the share of steps that rescale O, on random inputs and where the maximum creeps.
 """
 
 import importlib
 import sys
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 from emulator import Uninitialised, run
@@ -15,6 +17,7 @@ from launch import launches, to_emulator
 
 from jax_fa4.ffi.buffers import FLOATS, VALUES
 from jax_fa4.ffi.compile import build
+from jax_fa4.kernels.sm100.fwd.plan import clocks
 
 TILE = 128
 SHARED_CAUSES = ("mma.read", "tma.write", "load.shared", "store.shared", "bulk.read", "bulk.write")
@@ -41,8 +44,8 @@ def plan_of(arch, depth):
     return Plan("bfloat16", depth, depth, spill_allowance=16), bind
 
 
-def execute(plan, bind, ptx, queries, keys, seed=0):
-    """The emulator's Report of one head with all keys visible."""
+def execute(plan, bind, ptx, queries, keys, seed=0, change=lambda memory: None):
+    """The emulator's Report of one head with all keys visible. change: of the inputs, in place."""
     shapes = {"B": 1, "T": queries, "S": keys, "N": 1, "K": 1}
     e = plan.extents(shapes)
     rng = np.random.default_rng(0)
@@ -56,6 +59,7 @@ def execute(plan, bind, ptx, queries, keys, seed=0):
         if b.name in "qkv":
             x = rng.standard_normal(b.sized(e)).astype(np.float32)
             memory[b.name] = (x.view(np.uint32) >> 16).astype(np.uint16)
+    change(memory)
     for b in plan.outputs:
         memory[b.name] = Uninitialised(b.sized(e), np.uint16 if b.dtype == "bfloat16" else np.dtype(b.dtype))
     memory = {b.name: memory[b.name] for b in (*plan.inputs, *plan.outputs)}
@@ -132,6 +136,53 @@ def cycles(table):
     return out | {cause: total(cause) / SHARED_BYTES for cause in SHARED_CAUSES}
 
 
+def to_bits(x):
+    """bfloat16 by truncation."""
+    return (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def spread(factor):
+    """Random scores of a standard deviation of `factor` natural-log units."""
+
+    def change(memory):
+        rng = np.random.default_rng(1)
+        memory["q"] = to_bits(factor * rng.standard_normal(memory["q"].shape))
+
+    return change
+
+
+def creeping(step):
+    """The maximum of every row grows by `step` log2 units from each block to the next that is visited."""
+
+    def change(memory):
+        q, k = (np.zeros(memory[name].shape) for name in "qk")
+        q[..., 0] = 1.0
+        visited = k.shape[1] // TILE - 1 - np.arange(k.shape[1]) // TILE
+        k[..., 0] = (step * np.log(2) * visited)[:, None]
+        memory["q"], memory["k"], memory["floats"][VALUES.scale] = to_bits(q), to_bits(k), 1.0
+
+    return change
+
+
+def rescaled(plan, bind, ptx, change, keys=1024):
+    """Of the steps of a warp of correction that could rescale O (all but a tile's first), the share that did."""
+    counters = execute(plan, bind, ptx, 256, keys, change=change).counters
+    stores = counters.instructions["correct"].get("tcgen05.st", 0)
+    return stores / (plan.inner_value // 16) / (2 * 4 * (keys // TILE - 1))
+
+
+def print_rescaling(plan, bind):
+    """Beside tau = 8 (log2 units), tau = 0.001: what rescaling whenever a maximum moves would do."""
+    kinds = {f"random, scores of deviation {x}": spread(x) for x in (1, 4)}
+    kinds |= {f"maximum creeps by {x} a block": creeping(x) for x in (3.9, 7.9, 8.5)}
+    plans = [replace(plan, lazy=tau) for tau in (plan.lazy, 0.001)]
+    built = [build(p, keep_ptx=True).ptx for p in plans]
+    print(f"share of steps that rescale O, eight blocks of keys: tau {plans[0].lazy}, tau {plans[1].lazy}")
+    for name, change in kinds.items():
+        shares = [rescaled(p, bind, ptx, change) for p, ptx in zip(plans, built, strict=True)]
+        print(f"  {name}: " + ", ".join(f"{share:.0%}" for share in shares))
+
+
 def main(arch="sm_100a", depth="128", direction="fwd"):
     if direction == "bwd":
         table = per_backward_tile(arch, int(depth))
@@ -141,9 +192,14 @@ def main(arch="sm_100a", depth="128", direction="fwd"):
     name = {"fwd": "forward", "bwd": "backward, main kernel"}[direction]
     print(f"{arch} {name}, depth {depth}, bfloat16: cycles of one {TILE} x {TILE} tile")
     print("  " + ", ".join(f"{name} {amount:.0f}" for name, amount in cycles(table).items()))
+    if arch != "sm_90a" and direction == "fwd":
+        rules = clocks(plan)
+        print("  by the rules: " + ", ".join(f"{name} {amount:.0f}" for name, amount in rules.items()))
     print("by role: warp-instructions, bytes, cycles")
     for role, counts in table.items():
         print(f"  {role}: " + ", ".join(f"{name} {amount:.1f}" for name, amount in sorted(counts.items())))
+    if arch != "sm_90a" and direction == "fwd":
+        print_rescaling(plan, bind)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Many schedules of the Blackwell forward in the emulator: `python tests/seeds_sm100_fwd.py --seeds 20 --minutes 60`.
 
-Every case of the list runs under every seed: no error finding, no deadlock, output and log-sum-exp within the error rule.
-Three of them run under --many seeds. What was done, also where time ended it, is written to docs/measured.
+Every case of the list runs under every seed: no error finding, no deadlock, output and log-sum-exp within the error
+rule. Three of them run under --many seeds. What was done, also where time ended it, is written to docs/measured.
 """
 
 from __future__ import annotations

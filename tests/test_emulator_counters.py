@@ -89,3 +89,18 @@ def test_hopper_forward_has_the_published_cycles():
     got = tile_cycles("sm_90a", 128)
     assert got["tensor"] == 2048 and got["mma.read"] == 1280
     assert 1024 <= got["exp"] <= 1024 + 64
+
+
+@DSL
+def test_share_of_steps_that_rescale():
+    """Creeping by more than tau every step does, by less one step in so many; random scores never do."""
+    import count
+
+    from jax_fa4.ffi.compile import build
+    from jax_fa4.kernels.sm100.fwd.plan import Plan, bind
+
+    plan = Plan("bfloat16", 64, 64)
+    ptx = build(plan, keep_ptx=True).ptx
+    shares = {step: count.rescaled(plan, bind, ptx, count.creeping(step), keys=640) for step in (8.5, 3.9)}
+    assert shares == {8.5: 1.0, 3.9: 1 / 4}
+    assert count.rescaled(plan, bind, ptx, count.spread(1.0), keys=640) == 0

@@ -71,8 +71,8 @@ def deliver(ctx, s: cutlass.Constexpr, thread, sums, done):
     -inf, or its sink. 0 is selected, not multiplied: queries past the length may have left NaN in O.
     """
     plan = ctx.plan
-    at = query_tile(ctx, s) * plan.tile + thread
-    factor, lse, dead = _settle(ctx, at, *sums)
+    # Its row of the line is made where it is wanted: kept, it costs a register more than there is at depth 128.
+    factor, lse, dead = _settle(ctx, query_tile(ctx, s) * plan.tile + thread, *sums)
     cute.arch.mbarrier_wait(*done)
     after_wait()
     kind = DTYPES[plan.dtype]
@@ -88,7 +88,7 @@ def deliver(ctx, s: cutlass.Constexpr, thread, sums, done):
         for j in cutlass.range_constexpr(WIDE):
             line[j] = Float32(0) if dead else line[j]
         if const_expr(plan.splits):
-            put_part(ctx, at, line, c)
+            put_part(ctx, query_tile(ctx, s) * plan.tile + thread, line, c)
         else:
             half = cute.make_rmem_tensor(WIDE, kind)
             half.store(line.load().to(kind))
@@ -98,7 +98,7 @@ def deliver(ctx, s: cutlass.Constexpr, thread, sums, done):
     if const_expr(not plan.splits):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(ctx.full["final"] + s)
-    to = ctx.lse
+    to, at = ctx.lse, query_tile(ctx, s) * plan.tile + thread
     if at < ctx.length:
         to[at] = lse * LN2
 
