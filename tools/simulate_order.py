@@ -191,12 +191,10 @@ def ordered(call: Call, order: Order, latency: int, sms: int) -> float:
 
 def calls() -> list[Call]:
     made = []
-    for depth in (64, 128):
-        for length, heads in ((2048, 32), (8192, 16), (8192, 2)):
-            made.append(Call(f"causal, {length}, {heads} heads, depth {depth}", length, heads, depth, right=0))
-            made.append(Call(f"full, {length}, {heads} heads, depth {depth}", length, heads, depth))
-        made.append(Call(f"window 1024, 8192, 16 heads, depth {depth}", 8192, 16, depth, 1024, 0))
-    return [*made, Call("full, 2048, 4 heads, depth 64", 2048, 4, 64)]
+    for length, heads, depth in ((2048, 32, 64), (2048, 32, 128), (8192, 16, 128), (4096, 2, 128)):
+        made.append(Call(f"causal, {length}, {heads} heads, depth {depth}", length, heads, depth, right=0))
+        made.append(Call(f"full, {length}, {heads} heads, depth {depth}", length, heads, depth))
+    return [*made, Call("window 1024, 8192, 16 heads, depth 128", 8192, 16, 128, 1024, 0)]
 
 
 def table(latencies: list[int], sms: int) -> list[dict]:
@@ -214,7 +212,7 @@ def table(latencies: list[int], sms: int) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latency", type=int, nargs="+", default=[1500, 3000, 4500], help="clocks through L2, swept")
+    parser.add_argument("--latency", type=int, nargs="+", default=[1500, 3000], help="clocks through L2, swept")
     parser.add_argument("--sms", type=int, default=SMS)
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args()
