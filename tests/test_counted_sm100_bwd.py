@@ -17,7 +17,7 @@ def test_a_tile_takes_the_clocks_of_the_rules(depth, value_depth, tensor, shared
     64 + 64 a thread, 16 bytes a read."""
     found = sorted_out(per_tile(*chosen(depth, value_depth, False)))
     assert found["tensor"] == tensor and found["exp"] == 1024
-    operands = 10 * depth + 6 * value_depth + 256
+    operands = 8 * depth + 6 * value_depth + 256
     assert found["operand reads"] == operands and operands + 256 + 8 * depth == shared
     assert found["dS and dQ stored"] == 256 + 4 * depth and found["dQ and dS read"] == 4 * depth
     assert found["fills"] == fills and found["statistics"] == 8 + 256, found
