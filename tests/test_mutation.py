@@ -1,13 +1,17 @@
 """Faults planted in known-good kernels are noticed by lint, emulator or verifier; what is not noticed is explained."""
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
-from emulator.mutants import ARITHMETIC
-from mutation import measure
-from mutation.judge import Endless, Judge, with_patience
+from emulator.mutants import ARITHMETIC, FAULTS
+from mutation import explained, measure
+from mutation.judge import Endless, Fate, Judge, with_patience
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
+
+MEASURED = Path(__file__).parents[1] / "docs" / "measured"
 
 
 def rate(fates):
@@ -36,6 +40,19 @@ def test_all_kernels():
     fates = measure.judge_all((26, 6))
     assert len(fates) >= 300
     holds(fates)
+
+
+def test_the_committed_table():
+    """It has what was asked for, the page says the same, and the reasons are those of today."""
+    made = json.loads((MEASURED / "mutants.json").read_text())
+    fates = [Fate(**f) for f in made["fates"]]
+    assert len(fates) >= 300 and len({f.subject for f in fates}) >= 12
+    assert {f.kind for f in fates} <= set(FAULTS) and len({f.kind for f in fates}) >= 35
+    holds(fates)
+    assert (MEASURED / "mutants.md").read_text() == measure.page(fates, made)
+    for f in fates:
+        if f.tier == "nothing" and "executes" not in f.why:
+            assert f.why == explained.reason(f.subject, f.kind, f.code), f
 
 
 def test_a_judge_wants_a_clean_kernel_with_right_results():

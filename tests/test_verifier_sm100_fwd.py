@@ -54,7 +54,7 @@ def test_forward_is_safe_at_length(name):
 
 
 @pytest.mark.prove
-@pytest.mark.xfail(reason="not proved yet: 2026-11-29 the prover declined the selections that hide keys; see `normal`")
+@pytest.mark.xfail(reason="not proved yet: see 'What was not proved' in docs/measured/emulator.md")
 @pytest.mark.skipif(bool(run.missing(True)), reason=run.missing(True) or "-")
 @pytest.mark.parametrize("name", cases.EQUAL)
 def test_forward_equals_attention(name):
