@@ -24,6 +24,8 @@ REASONS = (
      "not seen: products with both operands in shared memory follow; the lint wants the fence before other uses"),
     ("Blackwell backward", "predicate negated", r"and\.pred\s+%p1, %p168, %p167",
      "equal: clears rows that the copy has filled with zeros, or no rows"),
+    ("Hopper forward, D 64", "arrive doubled", r"\[%r32\+139280\]",
+     "not seen: frees Q's place after a tile without keys, here the CTA's last tile, so that nobody waits for it"),
     ("", "bulk commit removed", r"cp\.async\.bulk\.commit_group",
      "equal: the thread commits again before it waits for everything"),
     ("", "comparison off by one", r"setp\.lt\.s32\s+%p\d+, %r\d+, 0",
