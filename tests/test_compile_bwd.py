@@ -115,12 +115,17 @@ def test_every_kind_together_in_any_schedule(seed):
     passes(EVERYTHING, "float16", seed=seed)
 
 
+IN_STEP = {"turns": False, "held": True}
+FINISHES = {"workers": 2, "finishes": True, "parts": 1}
 VARIANTS = [
-    {"rows": 64, "lagged": True, "held": True, "dependent": True},
-    {"rows": 128, "section": 1},
-    {"rows": 128, "direct": True, "parts": 0},
-    {"rows": 64, "lagged": True, "held": True, "direct": True, "parts": 0},
-    {"lagged": True, "deterministic": True, "section": 1},
+    {"rows": 64, **IN_STEP, "lagged": True, "dependent": True},
+    {"rows": 128, **IN_STEP, "section": 1},
+    {"rows": 64, **IN_STEP, "lagged": True, "direct": True, "parts": 0},
+    {"rows": 64, "parts": 1, "dependent": True},
+    {"workers": 3, "deterministic": True, "section": 1},
+    {"rows": 128, **IN_STEP, "workers": 3},
+    FINISHES | {"section": 1},
+    FINISHES | {"clears": True},
 ]
 
 

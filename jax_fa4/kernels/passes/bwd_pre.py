@@ -7,8 +7,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
-from jax_fa4.kernels.common.tiles import work_item
-from jax_fa4.kernels.passes.plan import bind
+from jax_fa4.kernels.common.tiles import key_tiles, up, work_item
+from jax_fa4.kernels.passes.plan import ahead, bind
+from jax_fa4.mask import Band
 
 LOG2_E = 1.4426950408889634
 
@@ -41,6 +42,42 @@ def clear(work, thread, plan: cutlass.Constexpr):
             cute.autovec_copy(zero, cute.make_tensor((work + at).align(16), cute.make_layout(4)))
 
 
+@cute.jit
+def clear_unseen(dq, place, ints, sizes, plan: cutlass.Constexpr):
+    """Zeroes dQ of a query tile that sees no key tile. place: (tile, head, batch); sizes: (queries, heads, keys)."""
+    (tile, head, batch), (queries, heads, keys) = place, sizes
+    at = VALUES.example(batch)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
+    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
+    band = Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+    first, last = key_tiles(tile, (plan.rows, plan.unseen), band, plan.band, cutlass.min, cutlass.max)
+    if last <= first:
+        zero = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
+        zero.fill(0.0)
+        width = plan.work_depth // 8
+        rows = cutlass.min(queries - tile * plan.rows, plan.rows)
+        for n in cutlass.range(cute.arch.thread_idx()[0], rows * width, plan.threads, unroll=1):
+            i = tile * plan.rows + n // width
+            to = dq + (((batch.to(Int64) * queries + i) * heads + head) * plan.work_depth + n % width * 8)
+            cute.autovec_copy(zero, cute.make_tensor(to.align(16), cute.make_layout(8)))
+
+
+@cute.jit
+def clear_first(work, cleared, place, sizes, plan: cutlass.Constexpr):
+    """Zeroes the tile of the workspace if nobody else does, and the counts of those who do.
+
+    place: (tile, head, batch), where the tile is; sizes: (heads, keys, kv_heads).
+    """
+    (tile, head, batch, begin), (heads, keys, kv_heads) = place, sizes
+    key_tiles, group = up(keys, plan.unseen), heads // kv_heads
+    line = batch * kv_heads + head // group
+    mine = line < ahead(plan.workers, key_tiles)
+    if mine:
+        clear(work + begin, cute.arch.thread_idx()[0], plan)
+    if (cute.arch.thread_idx()[0] == 0) & (tile == 0) & (head % group == 0):
+        cleared[line] = key_tiles if mine else Int32(0)
+
+
 @cute.kernel
 def bwd_pre(
     out: cute.Pointer,
@@ -52,9 +89,13 @@ def bwd_pre(
     work,
     turns,
     tickets,
+    cleared,
+    dq,
     queries: Int32,
     heads: Int32,
     tiles: Int32,
+    keys,
+    kv_heads,
     plan: cutlass.Constexpr,
 ):
     """Rows of LSE -inf, past q_len or padding the tile get LSE +inf and delta 0: exp2(score - inf) = 0 needs no mask.
@@ -67,13 +108,19 @@ def bwd_pre(
     tile, head, batch = work_item(cute.arch.block_idx()[0], tiles, heads, False)
     line = batch.to(Int64) * heads + head
     place = line * tiles + tile
-    if const_expr(plan.work_depth > 0):
+    if const_expr(plan.workers > 0):
+        begin = place * (plan.rows * plan.work_depth)
+        clear_first(work, cleared, (tile, head, batch, begin), (heads, keys, kv_heads), plan)
+    elif const_expr(plan.work_depth > 0):
         clear(work + place * (plan.rows * plan.work_depth), thread, plan)
     if const_expr(plan.turns):
         if thread == 0:
             turns[place] = Int32(0)
+    if const_expr(plan.tickets):
         if (thread == 0) & (place == 0):
             tickets[0] = Int32(0)
+    if const_expr(plan.unseen > 0):
+        clear_unseen(dq, (tile, head, batch), ints, (queries, heads, keys), plan)
     q_len = cutlass.min(ints[VALUES.example(batch) + VALUES.q_len], queries)
     to = stats + place * (2 * plan.rows)
     lane, first = thread % plan.lanes, thread // plan.lanes
@@ -95,8 +142,10 @@ def start(stream, plan, data, e, dependent=False):
     """Starts the kernel as one of a call's. data: pointers by buffer name; e: extents by symbol."""
     kernel = bind(plan, e, dependent)
     pointers = [data[name] for name in ("out", "dout", "lse", "dlse", "ints", "stats")]
-    more = [data.get(name) for name in ("work", "turns", "tickets")]
-    labelled(bwd_pre, plan)(*pointers, *more, *[e[symbol] for symbol in kernel.extents], plan).launch(
+    more = [data[name] if name in kernel.pointers else None for name in ("work", "turns", "tickets", "cleared", "dq")]
+    sizes = [e[symbol] for symbol in kernel.extents] + [None] * (plan.unseen == 0)
+    sizes += [None] * (plan.workers == 0)
+    labelled(bwd_pre, plan)(*pointers, *more, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=dependent
     )
 

@@ -23,8 +23,12 @@ class BwdPre:
     value_depth: int
     rows: int  # queries of one tile of the main kernel
     work_depth: int  # float32 numbers of dQ workspace a query, whatever their order; 0 = no workspace
-    turns: bool = False  # also zeroes a turn for each query tile and one ticket counter, for an ordered dQ
+    turns: bool = False  # also zeroes a number for each query tile, which counts those that added to its dQ
+    tickets: bool = False  # also zeroes the ticket counter of work that CTAs take
     releases: bool = False  # lets the kernel after it be launched early; that one must wait before it reads anything
+    unseen: int = 0  # keys of a tile; also zeroes dQ of query tiles that see no key, where nobody else writes it
+    band: bool = False  # as the main kernel's, for `unseen`
+    workers: int = 0  # where CTAs of the main kernel zero the workspace ahead of use: how many there are, see `ahead`
     spill_allowance: int = 0
 
     launcher = "jax_fa4.kernels.passes.bwd_pre"
@@ -34,6 +38,7 @@ class BwdPre:
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert self.value_depth % 8 == 0 and 8 <= self.value_depth <= 256, self.value_depth
+        assert not self.workers or (self.unseen and self.work_depth), "workers need the tile of keys"
         assert self.rows % 8 == 0 and self.rows * self.work_depth % 4 == 0, (self.rows, self.work_depth)
 
     @property
@@ -66,17 +71,27 @@ class BwdPre:
         stats = Buffer("stats", "float32", (*tile, 2 * self.rows), "scratch")
         work = Buffer("work", "float32", (*tile, self.rows * self.work_depth), "scratch")
         made = (stats, work) if self.work_depth else (stats,)
-        if self.turns:
-            made += (Buffer("turns", "int32", tile, "scratch"), Buffer("tickets", "int32", (1,), "scratch"))
-        return made
+        made += (Buffer("turns", "int32", tile, "scratch"),) * self.turns
+        made += (Buffer("tickets", "int32", (1,), "scratch"),) * self.tickets
+        made += (Buffer("cleared", "int32", ("B", "K"), "scratch"),) * (self.workers > 0)
+        return made + (Buffer("dq", self.dtype, ("B", "T", "N", self.work_depth), "out"),) * (self.unseen > 0)
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T and N."""
         return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.rows)}
 
 
+def ahead(workers: int, key_tiles: Any) -> Any:
+    """How many key heads ahead the workspace is zeroed by the main kernel's CTAs, each a share with each tile of keys.
+
+    Tickets of a head are then taken when those that zero for it have been taken by all CTAs, and two heads before.
+    """
+    return workers // key_tiles + 3
+
+
 def bind(plan: BwdPre, e: dict[str, Any], dependent: bool = False) -> Kernel:
     """The launch. Runs on ints and on the DSL's integers."""
     pointers = tuple(b.name for b in plan.inputs + plan.outputs)
     grid = (e["M"] * e["N"] * e["B"], 1, 1)
-    return Kernel("bwd_pre", grid, plan.threads, dependent=dependent, pointers=pointers, extents=("T", "N", "M"))
+    extents = ("T", "N", "M") + ("S",) * (plan.unseen > 0) + ("K",) * (plan.workers > 0)
+    return Kernel("bwd_pre", grid, plan.threads, dependent=dependent, pointers=pointers, extents=extents)

@@ -38,5 +38,15 @@ class Context:
     stats: Any  # pointers to scratch
     work: Any
     turns: Any  # or None
+    tickets: Any  # pointer to the counter of work taken, or None
+    cleared: Any  # pointer to counts of the workspace's zeroed shares by key head, or None
+    dq: Any  # pointer to dQ, or None where a postprocess writes it
+    total: Any  # tiles of keys in all
+    section: Any  # key heads whose tiles are mixed
+    ends: Any  # (left, right) of the band, run-time values
+    ints: Any  # pointer to the run-time ints
+    items: Any  # shared pointer: what tells of the next tiles of keys, or None
+    done: Any  # shared pointer: complete query tiles, by place of the ring done; or None
+    sums: Any  # shared pointer: a complete tile of dQ in float32, or None
     full: Any  # dict: ring name -> pointer to its barriers
     empty: Any

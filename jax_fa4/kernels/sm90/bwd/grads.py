@@ -1,21 +1,22 @@
 """The math role: dK and dV stay in registers, dQ leaves tile by tile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
-from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.common.ring import Place, arrive, start, step, wait
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
+from jax_fa4.kernels.sm90.bwd.items import another, told
 from jax_fa4.kernels.sm90.bwd.plan import block_of
 from jax_fa4.kernels.sm90.bwd.scores import differ, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
-from jax_fa4.kernels.sm90.bwd.store import clear_rows, meet, store_keys
+from jax_fa4.kernels.sm90.bwd.store import TURN_BARRIERS, clear_rows, hand_keys, meet, store_keys
 from jax_fa4.kernels.sm90.rows import LOG2_E, first_row
 
 
@@ -300,6 +301,101 @@ def lagged_step(ctx, h, m, places, line, begun):
     arrive(ctx.empty["dout"], dout_at)
 
 
+@cute.jit
+def await_other(ctx, h):
+    """Until the other warpgroup has laid down the dS that comes before this one's, and has passed its own wait.
+
+    So exp2 of the two alternate, and each place of dS is free when its turn comes: whoever arrives here has seen the
+    products that read it complete.
+    """
+    cute.arch.barrier(barrier_id=TURN_BARRIERS + 1 - h.thread // 128, number_of_threads=256)
+
+
+@cute.jit
+def let_other(ctx, h):
+    """What `await_other` of the other warpgroup waits for."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIERS + h.thread // 128, number_of_threads=256)
+
+
+@cute.jit
+def start_queries(ctx, h, buffer):
+    wgmma.issue(products.queries_mma(ctx.plan), h.part, stage(h.ds_t, buffer.index), stage(h.k_t, 0), True)
+
+
+@cute.jit
+def turn_step(ctx, h, m, places, begun):
+    """Tensor cores, in order: S, dP | dQ, dV, dK. Nothing of this warpgroup's runs beside its exp2 and dS: the other
+    warpgroup's products do. dQ needs the dS of both: the first warpgroup makes that of the step before.
+
+    begun: the step before was of this tile of keys, or this is the second warpgroup. Returns dQ's next place.
+    """
+    plan = ctx.plan
+    q_at, dout_at, turn_at, buffer = places
+    clear_queries(ctx, h, m, q_at, dout_at)
+    start_scores(ctx, h, q_at)
+    start_slopes(ctx, h, dout_at)
+    warpgroup.wait_group(0)
+    if begun:
+        await_other(ctx, h)
+    mask(ctx, h, m)
+    weigh(ctx, h, statistics(ctx, h, q_at.index, 0))
+    differ(h, statistics(ctx, h, q_at.index, 1))
+    round_weights(ctx, h)
+    round_slopes(h)
+    lay_down(ctx, h, h.s, ctx.ds, buffer)
+    let_other(ctx, h)
+    start_queries(ctx, h, Place(buffer.index ^ (1 - h.thread // 128), buffer.phase))
+    start_values(ctx, h, dout_at, buffer)
+    start_keys(ctx, h, q_at, buffer)
+    warpgroup.wait_group(2)  # dQ
+    if begun:
+        hand_over(ctx, h, turn_at)
+        turn_at = step(turn_at, plan.parts)
+    warpgroup.wait_group(0)
+    arrive(ctx.empty["dout"], dout_at)
+    arrive(ctx.empty["q"], q_at)
+    return turn_at
+
+
+@cute.jit
+def turn_steps(ctx, h, places, item_at):
+    """`steps` with turns. item_at: where ctx's tile was told, or None: what it says is read again at each step, since
+    the registers are needed for other things."""
+    plan = ctx.plan
+    q_at, _, turn_at, _ = places  # all rings of two stages but dQ's move together
+    first = h.thread < 128
+    begun = not first
+    m, left = ctx.first, ctx.group * (ctx.last - ctx.first)
+    while left > 0:
+        one, mine = ctx, h
+        if const_expr(plan.workers > 0):
+            one = told(ctx, item_at)
+            mine = replace(h, key=h.key + one.tile * plan.keys)
+        turn_at = turn_step(one, mine, m, (q_at, q_at, turn_at, q_at), begun)
+        q_at = step(q_at, 2)
+        begun = cutlass.Boolean(True)
+        m, left = m + 1, left - 1
+        if m == one.last:
+            m = one.first
+    if first & begun:
+        await_other(ctx, h)
+        start_queries(ctx, h, Place(q_at.index ^ 1, q_at.phase))
+        warpgroup.wait_group(0)
+        hand_over(ctx, h, turn_at)
+        turn_at = step(turn_at, plan.parts)
+    return q_at, q_at, turn_at, q_at
+
+
+@cute.jit
+def clear_before(ctx, thread):
+    """Zeroes what stands for the dS before the first: its dQ is made, since products do not stand in branches (C7514
+    and spills), and dropped."""
+    if const_expr(ctx.plan.turns):
+        clear_rows(ctx.ds[None, None, 1], Int32(0), thread, ctx.plan)
+        meet(ctx.plan)
+
+
 def first_line(ctx):
     """The first query tile of the group's first head, counted over all heads and examples."""
     return (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group) * ctx.tiles
@@ -327,9 +423,10 @@ def lagged_steps(ctx, h):
 
 
 @cute.jit
-def steps(ctx, h):
+def steps(ctx, h, places):
+    """All query tiles of the group's heads; returns the next places of the rings q, dout, dq and of dS."""
     plan = ctx.plan
-    q_at, dout_at, turn_at, buffer = start(0), start(0), start(1), start(0)
+    q_at, dout_at, turn_at, buffer = places
     line = first_line(ctx)
     for _ in cutlass.range(ctx.group, unroll=1):
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
@@ -337,20 +434,57 @@ def steps(ctx, h):
             q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
             turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
         line = line + ctx.tiles
+    return q_at, dout_at, turn_at, buffer
+
+
+@cute.jit
+def await_keys(ctx, h, at):
+    """Starts a tile of keys: no gradient yet; K and V are there."""
+    h.dk.fill(0.0)
+    h.dv.fill(0.0)
+    if ctx.last > ctx.first:
+        wait(ctx.full["k"], at)
+        wait(ctx.full["v"], at)
+        clear_keys(ctx, h.thread)
 
 
 @cute.jit
 def grads(ctx):
     """dK and dV of the CTA's keys over all query tiles and heads that see them, and each tile's share of dQ."""
     h = hands(ctx, ctx.thread - 128)
-    h.dk.fill(0.0)
-    h.dv.fill(0.0)
-    if ctx.last > ctx.first:
-        wait(ctx.full["k"], start(0))
-        wait(ctx.full["v"], start(0))
-        clear_keys(ctx, h.thread)
+    clear_before(ctx, h.thread)
+    await_keys(ctx, h, start(0))
     if const_expr(ctx.plan.lagged):
         lagged_steps(ctx, h)
+    elif const_expr(ctx.plan.turns):
+        turn_steps(ctx, h, (start(0), start(0), start(1), start(0)), None)
     else:
-        steps(ctx, h)
+        steps(ctx, h, (start(0), start(0), start(1), start(0)))
     store_keys(ctx, h)
+
+
+@cute.jit
+def grads_of_items(ctx):
+    """`grads` of one tile of keys after the other."""
+    plan = ctx.plan
+    h = hands(ctx, ctx.thread - 128)
+    clear_before(ctx, h.thread)
+    at, k_at, q_at, dout_at, turn_at, buffer = start(0), start(0), start(0), start(0), start(1), start(0)
+    tile = another(ctx, at)
+    while tile >= 0:
+        one = told(ctx, at)
+        mine = replace(h, key=h.key + one.tile * plan.keys)
+        await_keys(one, mine, k_at)
+        if const_expr(plan.turns):
+            q_at, dout_at, turn_at, buffer = turn_steps(one, h, (q_at, dout_at, turn_at, buffer), at)
+        else:
+            q_at, dout_at, turn_at, buffer = steps(one, mine, (q_at, dout_at, turn_at, buffer))
+        if one.last > one.first:
+            arrive(ctx.empty["k"], k_at)
+            arrive(ctx.empty["v"], k_at)
+            k_at = step(k_at, 1)
+        turn_at = hand_keys(one, mine, turn_at)
+        cute.arch.sync_warp()
+        arrive(ctx.empty["item"], at)
+        at = step(at, 2)
+        tile = another(ctx, at)

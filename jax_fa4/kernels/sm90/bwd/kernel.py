@@ -5,6 +5,8 @@ bwd_pre --stats, zeroed work--> load warp --K, V once------> math warpgroups ---
                                           --dO-----> [dout] -->   +--> [dq] --> reduce warp --> work --> bwd_post --> dQ
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -14,13 +16,16 @@ from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
-from jax_fa4.kernels.common.tiles import query_tiles, up
+from jax_fa4.kernels.common.ring import start
+from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm90.bwd import post
 from jax_fa4.kernels.sm90.bwd.context import Context
-from jax_fa4.kernels.sm90.bwd.grads import grads
-from jax_fa4.kernels.sm90.bwd.load import load
-from jax_fa4.kernels.sm90.bwd.plan import DS_BUFFERS, bind, section_of, sectioned
+from jax_fa4.kernels.sm90.bwd.finish import finish
+from jax_fa4.kernels.sm90.bwd.grads import grads, grads_of_items
+from jax_fa4.kernels.sm90.bwd.items import placed
+from jax_fa4.kernels.sm90.bwd.load import load, load_items
+from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, ITEM_WORDS, bind, section_of
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
 from jax_fa4.kernels.sm90.wgmma import swizzled
@@ -46,16 +51,17 @@ def shared_tensors(plan, memory):
     return made
 
 
-def example_band(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+def shared_grads(plan, shared, part):
+    """Where dK and dV stand on their way out: over K and V, or with workers where dQ does."""
+    if not plan.workers:
+        return {"dk": shared["k"], "dv": shared["v"]}
+    form = layout(plan, "k", plan.keys, plan.parts * plan.places)
+    here = cute.recast_ptr(part, form.inner, dtype=DTYPES[plan.dtype])
+    return dict.fromkeys(("dk", "dv"), cute.make_tensor(here, form.outer))
 
 
 @cute.jit
-def take(tickets, memory, index, plan: cutlass.Constexpr):
+def ticket_of(tickets, memory, index, plan: cutlass.Constexpr):
     """The CTA's place in the order of work: its id, or with `ordered` the order in which CTAs start.
 
     Whoever has an earlier turn has then started before, so that nobody waits for a CTA that waits for a free SM.
@@ -67,6 +73,20 @@ def take(tickets, memory, index, plan: cutlass.Constexpr):
         cute.arch.barrier()
         index = ticket[0]
     return index
+
+
+def among_segments(ctx, memory, q_segments, kv_segments):
+    """The context with its example's ids, and without query tiles that share none with the keys."""
+    plan = ctx.plan
+    q_segments, kv_segments = (
+        q_segments + ctx.batch.to(Int64) * ctx.queries,
+        kv_segments + ctx.batch.to(Int64) * ctx.keys,
+    )
+    first, last = ctx.first, ctx.last
+    if const_expr(not plan.ordered):  # ranks are counted by the band alone, so every tile of it takes its turn
+        space = memory.allocate_array(Int32, plan.threads // 8)
+        first, last = narrow(plan, ctx.tile, ctx.band, (first, last), (q_segments, kv_segments), space)
+    return replace(ctx, first=first, last=last, segments=(q_segments, kv_segments))
 
 
 @cute.kernel
@@ -87,6 +107,8 @@ def backward(
     work: cute.Pointer,
     turns,
     tickets,
+    cleared,
+    dq,
     ints: cute.Pointer,
     floats: cute.Pointer,
     q_segments,
@@ -96,6 +118,7 @@ def backward(
     heads: Int32,
     kv_heads: Int32,
     tiles: Int32,
+    batches: Int32,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
@@ -104,8 +127,14 @@ def backward(
     shared = shared_tensors(plan, memory)
     part = None
     if const_expr(not plan.direct):
-        part = memory.allocate_array(Float32, plan.parts * plan.part_numbers, byte_alignment=128)
+        part = memory.allocate_array(Float32, plan.parts * plan.part_numbers, byte_alignment=1024)
+    shared |= shared_grads(plan, shared, part)
+    sums = None
+    if const_expr(plan.finishes):
+        sums = memory.allocate_array(Float32, plan.part_numbers, byte_alignment=128)
     held = memory.allocate_array(Float32, plan.query_stages * 2 * plan.rows, byte_alignment=128)
+    items = memory.allocate_array(Int32, 2 * ITEM_WORDS) if const_expr(plan.workers > 0) else None
+    done = memory.allocate_array(Int32, DONE) if const_expr(plan.finishes) else None
     full, empty = make_barriers(memory, plan.rings)
     if warp == 0:
         init_barriers(plan.rings, full, empty)
@@ -114,21 +143,7 @@ def backward(
     if const_expr(plan.dependent):  # one place for all threads: tickets, turns, statistics and workspace come after it
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-    index = take(tickets, memory, cute.arch.block_idx()[0], plan)
-    # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
     key_tiles = up(keys, plan.keys)
-    section = section_of(plan, tiles, key_tiles, heads // kv_heads, cutlass.max)
-    batches = cute.arch.grid_dim()[0] // (key_tiles * kv_heads)
-    tile, kv_head = sectioned(index, key_tiles, kv_heads * batches, section, plan.ordered, cutlass.min)
-    batch, kv_head = kv_head // kv_heads, kv_head % kv_heads
-    band = example_band(ints, batch, queries, keys)
-    first, last = query_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
-    first, last, segments = Int32(first), Int32(last), None
-    if const_expr(plan.segments):
-        segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
-        if const_expr(not plan.ordered):  # ranks are counted by the band alone, so every tile of it takes its turn
-            space = memory.allocate_array(Int32, plan.threads // 8)
-            first, last = narrow(plan, tile, band, (first, last), segments, space)
     cap = None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -137,26 +152,26 @@ def backward(
         plan=plan,
         warp=warp,
         thread=thread,
-        tile=tile,
-        kv_head=kv_head,
-        batch=batch,
+        tile=Int32(0),
+        kv_head=Int32(0),
+        batch=Int32(0),
         heads=heads,
         group=heads // kv_heads,
-        first=first,
-        last=last,
+        first=Int32(0),
+        last=Int32(0),
         tiles=tiles,
         queries=queries,
         keys=keys,
-        band=band,
+        band=Band(*[Int32(0)] * 5),
         scale=floats[VALUES.scale],
         cap=cap,
-        segments=segments,
+        segments=None,
         k=(k_atom, k, shared["k"]),
         v=(v_atom, v, shared["v"]),
         q=(q_atom, q, shared["q"]),
         dout=(dout_atom, dout, shared["dout"]),
-        dk=(dk_atom, dk, shared["k"]),
-        dv=(dv_atom, dv, shared["v"]),
+        dk=(dk_atom, dk, shared["dk"]),
+        dv=(dv_atom, dv, shared["dv"]),
         ds=shared["ds"],
         p=shared.get("p"),
         part=part,
@@ -164,31 +179,55 @@ def backward(
         stats=stats,
         work=work,
         turns=turns,
+        tickets=tickets,
+        cleared=cleared,
+        dq=dq,
+        total=key_tiles * kv_heads * batches,
+        section=section_of(plan, tiles, key_tiles, heads // kv_heads, cutlass.max),
+        ends=(ints[VALUES.left], ints[VALUES.right]),
+        ints=ints,
+        items=items,
+        done=done,
+        sums=sums,
         full=full,
         empty=empty,
     )
+    if const_expr(plan.workers == 0):
+        ctx = placed(ctx, ticket_of(tickets, memory, cute.arch.block_idx()[0], plan))
+        if const_expr(plan.segments):
+            ctx = among_segments(ctx, memory, q_segments, kv_segments)
     if warp < 4:
         cute.arch.setmaxregister_decrease(plan.registers[0])
         if warp == 0:
-            load(ctx)
+            if const_expr(plan.workers > 0):
+                load_items(ctx)
+            else:
+                load(ctx, (start(0), start(1), start(1)))
         for n in cutlass.range_constexpr(plan.reducers):
             if warp == 1 + n:
                 reduce(ctx, n)
+        for n in cutlass.range_constexpr(plan.finishers):
+            if warp == 1 + plan.reducers + n:
+                finish(ctx, n)
     else:
         cute.arch.setmaxregister_increase(plan.registers[1])
-        grads(ctx)
+        if const_expr(plan.workers > 0):
+            grads_of_items(ctx)
+        else:
+            grads(ctx)
 
 
 def launch(stream, plan, data, e):
     """data: pointers by buffer name; e: extents by symbol."""
-    _, main, last = bind(plan, e, wide=lambda x: x.to(Int64))
+    _, main, *then = bind(plan, e, wide=lambda x: x.to(Int64))
     maps = []
     for d in main.descriptors:
         maps += tensor_map(d, data[d.tensor], cute.select(layout(plan, d.tensor, d.box[0], 1), [0, 1]))
-    names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
-    pointers = [data.get(name) for name in names]
+    names = ("stats", "work", "turns", "tickets", "cleared", "dq", "ints", "floats", "q_segments", "kv_segments")
+    pointers = [data[name] if name in main.pointers else None for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
     labelled(backward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
         grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=main.dependent
     )
-    post.start(stream, plan, data, last, e)
+    for last in then:
+        post.start(stream, plan, data, last, e)

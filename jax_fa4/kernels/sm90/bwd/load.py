@@ -1,11 +1,16 @@
 """The producer: one warp brings K and V once, then Q with its statistics and dO, tile by tile, head by head."""
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import start, step, wait
+from jax_fa4.kernels.common.tiles import up
+from jax_fa4.kernels.passes.plan import ahead
+from jax_fa4.kernels.sm90.bwd.items import known, placed, take, tell
 
 
 @cute.jit
@@ -19,15 +24,32 @@ def fetch_line(source, to, barrier, nbytes: cutlass.Constexpr):
 
 
 @cute.jit
-def load(ctx):
-    """Fills the rings k, v, q and dout. K and V are brought only for a tile that somebody sees."""
+def load_keys(ctx, at):
+    """K and V of the CTA's tile."""
     plan = ctx.plan
-    k, v, q, dout = plan.rings[:4]
-    if ctx.last > ctx.first:
-        fetch(views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch), ctx.tile, ctx.full["k"], start(0), k.bytes)
-        copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
-        fetch(copy_v, ctx.tile, ctx.full["v"], start(0), v.bytes)
-    q_at, dout_at = start(1), start(1)
+    k, v = plan.rings[:2]
+    if const_expr(plan.workers > 0):
+        wait(ctx.empty["k"], at)
+    fetch(views(ctx.k, (plan.keys, plan.inner), ctx.kv_head, ctx.batch), ctx.tile, ctx.full["k"], at, k.bytes)
+    if const_expr(plan.workers > 0):
+        wait(ctx.empty["v"], at)
+    copy_v = views(ctx.v, (plan.keys, plan.inner_value), ctx.kv_head, ctx.batch)
+    fetch(copy_v, ctx.tile, ctx.full["v"], at, v.bytes)
+
+
+@cute.jit
+def load(ctx, places):
+    """Fills the rings k and v (one place for both), q and dout; returns the next places.
+
+    K and V are brought only for a tile that somebody sees. With workers they come after the first Q and dO, whose
+    stages are free before the tile before is done with its K.
+    """
+    plan = ctx.plan
+    q, dout = plan.rings[2:4]
+    k_at, q_at, dout_at = places
+    if const_expr(plan.workers == 0):
+        if ctx.last > ctx.first:
+            load_keys(ctx, k_at)
     for g in cutlass.range(ctx.group, unroll=1):
         head = ctx.kv_head * ctx.group + g
         copy_q = views(ctx.q, (plan.rows, plan.inner), head, ctx.batch)
@@ -40,4 +62,53 @@ def load(ctx):
             fetch_line(source, ctx.held + q_at.index * (2 * plan.rows), ctx.full["q"] + q_at.index, 8 * plan.rows)
             wait(ctx.empty["dout"], dout_at)
             fetch(copy_dout, m, ctx.full["dout"], dout_at, dout.bytes)
+            if const_expr(plan.workers > 0):
+                if (g == 0) & (m == ctx.first):
+                    load_keys(ctx, k_at)
             q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+    if ctx.last > ctx.first:
+        k_at = step(k_at, 1)
+    return k_at, q_at, dout_at
+
+
+@cute.jit
+def clear_ahead(ctx):
+    """Zeroes this tile's share of the workspace of a later key head, and counts it there. A whole warp calls it."""
+    plan = ctx.plan
+    size = plan.rows * plan.depth
+    kv_heads = ctx.heads // ctx.group
+    key_tiles = up(ctx.keys, plan.keys)
+    line = ctx.batch * kv_heads + ctx.kv_head + ahead(plan.workers, key_tiles)
+    if line * key_tiles < ctx.total:
+        all_tiles = ctx.group * ctx.tiles  # of the key head's queries, one after the other
+        each = up(all_tiles, key_tiles)
+        first = cutlass.min(ctx.tile * each, all_tiles)
+        last = cutlass.min(first + each, all_tiles)
+        to = ctx.work + (line.to(Int64) * all_tiles + first) * size + 4 * cute.arch.lane_idx()
+        zero = cute.make_rmem_tensor(4, Float32)
+        zero.fill(0.0)
+        for n in cutlass.range((last - first) * (size // 128), unroll=8):
+            cute.autovec_copy(zero, cute.make_tensor((to + n * 128).align(16), cute.make_layout(4)))
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.fence_proxy("async.global")  # additions are bulk operations
+            cute.arch.red(ctx.cleared + line, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+
+@cute.jit
+def load_items(ctx):
+    """Takes tickets until there is no more work: the next one when a tile's last loads have been started, about two
+    steps before its end. Taken when it begins, long tiles waited behind long ones (causal 16k: 11 % slower)."""
+    at = start(1)
+    k_at, q_at, dout_at = start(1), start(1), start(1)
+    index = known(take(ctx))
+    while index < ctx.total:
+        one = placed(ctx, index)
+        tell(one, at)
+        if const_expr(ctx.plan.clears):
+            clear_ahead(one)
+        k_at, q_at, dout_at = load(one, (k_at, q_at, dout_at))
+        at = step(at, 2)
+        index = known(take(ctx))
+    tell(replace(ctx, tile=Int32(-1)), at)

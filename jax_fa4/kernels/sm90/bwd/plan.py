@@ -16,6 +16,8 @@ NATIVE_DEPTHS = (64, 128, 192, 256)
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 DS_BUFFERS = 2  # so that one barrier a step is enough
 POST_THREADS = 256
+DONE = 8  # finished query tiles of dQ that may wait to be converted
+ITEM_WORDS = 8  # int32 numbers that tell a role of its next tile of keys
 
 
 def native(depth: int) -> int:
@@ -52,9 +54,13 @@ class Plan:
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
     held: bool = False  # exp2 is kept before the wait for dP, which ptxas else moves up over it
     lagged: bool = False  # dK of a step runs beside exp2 of the next
+    turns: bool = False  # the two warpgroups exponentiate in turn, one beside the other's products
     direct: bool = False  # dQ leaves the registers by vector reductions to global memory: no parts, no reduce warp
     section: int = 0  # MiB of L2 for heads whose key tiles are mixed, the longest of all first; 0 = one head
     dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
+    workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
+    clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
+    finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
     arch: str = "sm_90a"
     direction: str = "bwd"
     spill_allowance: int = 0
@@ -66,11 +72,21 @@ class Plan:
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
         assert self.rows == 64 or (self.rows == 64 * self.groups and not self.split_depth), self
         assert not self.lagged or not self.split_depth, "lagged takes dS from registers"
+        if self.turns:
+            assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
+            assert not (self.split_depth or self.lagged or self.held or self.direct), self
         # Reduce warps stand beside the load warp in one warpgroup; turns are taken by them.
         assert self.parts == 0 and not self.ordered if self.direct else 1 <= self.parts <= 3, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
+        if self.workers or self.finishes:
+            assert self.workers and not (self.split_depth or self.segments or self.direct or self.lagged), self
+            assert self.inner == self.inner_value, "dK and dV leave through the places of dQ"
+            assert not self.clears or (self.finishes and not self.section), "heads are worked on in order"
+            assert not (self.finishes and self.ordered), "with turns the last to add is always the same tile of keys"
+        # What a kernel of so many threads is given at its start (ptxas counts in eights) is all that setmaxnreg shares.
         least, math = self.registers
-        assert 128 * (least + self.groups * math) <= REGISTER_FILE and least % 8 == math % 8 == 0, self.registers
+        given = REGISTER_FILE // self.threads // 8 * 8 * self.threads
+        assert 128 * (least + self.groups * math) <= given and least % 8 == math % 8 == 0, self.registers
 
     @property
     def keys(self) -> int:
@@ -95,6 +111,21 @@ class Plan:
     def reducers(self) -> int:
         """Reduce warps. With `ordered` one for each part: a turn's way through L2 takes about as long as a step."""
         return self.parts if self.ordered or self.direct else 1
+
+    @property
+    def finishers(self) -> int:
+        """Warps that convert finished query tiles of dQ."""
+        return 2 * self.finishes
+
+    @property
+    def counted(self) -> bool:
+        """Whether those that add to a query tile's dQ are counted."""
+        return self.ordered or self.finishes
+
+    @property
+    def places(self) -> int:
+        """Tiles of dK or dV that fit where one tile of dQ stands on its way out."""
+        return 4 * self.rows // (ITEM_BYTES[self.dtype] * self.keys)
 
     @property
     def inner(self) -> int:
@@ -122,7 +153,19 @@ class Plan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.rows, self.depth, self.ordered, self.dependent)
+        return BwdPre(
+            self.arch,
+            self.dtype,
+            self.value_depth,
+            self.rows,
+            self.depth,
+            turns=self.counted,
+            tickets=self.ordered or self.workers > 0,
+            releases=self.dependent,
+            unseen=self.keys * self.finishes,
+            band=self.band,
+            workers=self.workers * self.clears,
+        )
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
@@ -149,7 +192,7 @@ class Plan:
             Buffer("dk", self.dtype, ("B", "S", "K", self.depth), "out"),
             Buffer("dv", self.dtype, ("B", "S", "K", self.value_depth), "out"),
         )
-        return made + self.pre.outputs
+        return made + tuple(b for b in self.pre.outputs if b.name != "dq")
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T, S, N and K. M: query tiles."""
@@ -162,24 +205,39 @@ class Plan:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """K and V stay; Q comes with its statistics (LSE, delta); every math warp frees and fills a stage once."""
+        """K and V stay; Q comes with its statistics (LSE, delta); every math warp frees and fills a stage once.
+
+        With workers, `item` tells all roles what comes next, and K and V are freed at a tile's end. With finishes,
+        `done` says of each dQ tile added whether it was the last addition.
+        """
+        stay = 4 * self.groups * (self.workers > 0)
+        told = 4 * self.groups + self.reducers
         warps, item = 4 * self.groups, ITEM_BYTES[self.dtype]
         query = item * self.rows * self.inner + 8 * self.rows
         return (
-            Ring("k", "load", "math", 1, 1, 0, item * self.keys * self.inner),
-            Ring("v", "load", "math", 1, 1, 0, item * self.keys * self.inner_value),
+            Ring("k", "load", "math", 1, 1, stay, item * self.keys * self.inner),
+            Ring("v", "load", "math", 1, 1, stay, item * self.keys * self.inner_value),
             Ring("q", "load", "math", self.query_stages, 1, warps, query),
             Ring("dout", "load", "math", self.dout_stages, 1, warps, item * self.rows * self.inner_value),
-        ) + (Ring("dq", "math", "reduce", self.parts, warps, 1, 0),) * (not self.direct)
+        ) + (
+            (Ring("dq", "math", "reduce", self.parts, warps, 1, 0),) * (not self.direct)
+            + (Ring("item", "load", "others", 2, 1, told, 0),) * (self.workers > 0)
+            + (
+                Ring("done", "reduce", "finish", DONE, 1, self.finishers, 0),
+                Ring("landed", "finish", "finish", 1, 1, 0, 4 * self.rows * self.depth),
+            )
+            * self.finishes
+        )
 
     @property
     def smem(self) -> int:
         """Bytes of the tiles, statistics and barriers, and of what segments and turns add."""
-        filled = sum(ring.stages * ring.bytes for ring in self.rings)
+        filled = sum(ring.stages * ring.bytes for ring in self.rings if ring.name != "landed")
         squares = ITEM_BYTES[self.dtype] * self.keys * self.rows * DS_BUFFERS * (2 if self.split_depth else 1)
         parts = 4 * self.part_numbers * self.parts
         barriers = sum(ring.barrier_bytes for ring in self.rings)
-        more = 16 * (self.threads // 32) * self.segments + 4 * self.ordered
+        more = 16 * (self.threads // 32) * self.segments + 4 * self.ordered * (not self.workers)
+        more += 2 * ITEM_WORDS * 4 * (self.workers > 0) + 4 * (DONE + self.part_numbers) * self.finishes
         return filled + squares + parts + barriers + more
 
 
@@ -193,17 +251,17 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
 
     keys = [map_of(name, plan.keys, name[0] == "d") for name in ("k", "v", "dk", "dv")]
     maps = (*keys, map_of("q", plan.rows), map_of("dout", plan.rows))
-    scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    scratch = ("stats", "work", *(b.name for b in plan.pre.outputs if b.name in ("turns", "tickets", "cleared")))
     values = ("ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ()))
     main = Kernel(
         "backward",
-        (up(e["S"], plan.keys) * e["K"] * e["B"], 1, 1),
+        (plan.workers or up(e["S"], plan.keys) * e["K"] * e["B"], 1, 1),
         plan.threads,
         maps,
         plan.dependent,
         smem=plan.smem,
-        pointers=scratch + values,
-        extents=("T", "S", "N", "K", "M"),
+        pointers=scratch + ("dq",) * plan.finishes + values,
+        extents=("T", "S", "N", "K", "M", "B"),
     )
     post = Kernel(
         "bwd_post",
@@ -213,7 +271,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         pointers=("work", "dq", "floats"),
         extents=("T", "N", "M"),
     )
-    return bind_pre(plan.pre, e), main, post
+    return (bind_pre(plan.pre, e), main) + (post,) * (not plan.finishes)
 
 
 def section_of(plan: Any, query_tiles: Any, key_tiles: Any, group: Any, high: Any = max) -> Any:
@@ -292,14 +350,12 @@ def choose(problem: Problem) -> Plan:
 
 
 def measured(problem: Problem) -> dict[str, Any]:
-    """What timing decided: fields by depth (H200, 2026-11-29, docs/measured/2026-11-29_h200_backward_variants.txt).
+    """What timing decided: fields by depth (H200, 2026-11-30, docs/measured/2026-11-30_h200_backward_rounds.txt).
 
-    At depth 64, 128 queries a step give 1.05 to 1.19 of 64 (they need `held`, and room that a soft cap takes). At depth
-    128 `held` costs 3 to 13 %, although only with it exp2 runs beside the products; `lagged` makes up for no more than
-    that, and launch dependence for nothing. The ordered form at depth 64 was not timed with 128 queries.
+    Warpgroups in turn give 1.05 to 1.17 of the form in step wherever registers let them, which is where each has keys of
+    its own; at depth 64 with 128 queries a step.
     """
-    spec = problem.spec
-    small = native(problem.d) == native(problem.v) == 64
-    if small and not spec.soft_cap and not spec.deterministic:
-        return {"rows": 128, "held": True}
-    return {"held": False}
+    inner, inner_value = native(problem.d), native(problem.v)
+    if inner + inner_value > 256:
+        return {}
+    return {"turns": True, "rows": 128 if inner == inner_value == 64 else 64}

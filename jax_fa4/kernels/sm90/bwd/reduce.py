@@ -4,8 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from jax_fa4.kernels.common.copies import views
 from jax_fa4.kernels.common.ring import start, step, wait
-from jax_fa4.kernels.common.tiles import key_tiles
+from jax_fa4.kernels.common.tiles import key_tiles, up
+from jax_fa4.kernels.sm90.bwd.finish import count, hand_on, post
+from jax_fa4.kernels.sm90.bwd.items import another, told
 from jax_fa4.kernels.sm90.bwd.plan import turn
 
 
@@ -21,7 +24,7 @@ def add_bulk(to, source, nbytes: cutlass.Constexpr):
 
 @cute.jit
 def await_turn(flag, rank):
-    """Spins until `rank` key tiles have added to this query tile."""
+    """Spins until a count has reached `rank`: key tiles that added to a query tile, or zeroed shares of a head."""
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     while now != rank:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
@@ -36,12 +39,13 @@ def rank_of(ctx, m):
 
 
 @cute.jit
-def drain(ctx, mine: cutlass.Constexpr):
-    """Adds every dQ tile, or with several reduce warps those of part `mine`, and frees its place. By one thread."""
+def drain(ctx, mine: cutlass.Constexpr, at):
+    """Adds every dQ tile, or with several reduce warps those of part `mine`, and frees its place in the ring dq, whose
+    next one is returned. By one thread.
+    """
     plan = ctx.plan
     size, nbytes = plan.rows * plan.depth, 4 * plan.rows * plan.depth
     work, turns, free = ctx.work, ctx.turns, ctx.empty["dq"]
-    at = start(0)
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
@@ -57,7 +61,74 @@ def drain(ctx, mine: cutlass.Constexpr):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(free + at.index)
             at = step(at, plan.parts)
+    return at
+
+
+@cute.jit
+def drain_keys(ctx, mine: cutlass.Constexpr, at):
+    """Stores dK and dV from their places in the ring dq, whose next one is returned. By one thread."""
+    plan = ctx.plan
+    box = (plan.keys, plan.inner)
+    copies = [views(x, box, ctx.kv_head, ctx.batch) for x in (ctx.dk, ctx.dv)]
+    for n in cutlass.range_constexpr(0, 2, plan.places):
+        if const_expr(plan.reducers == 1) or at.index == mine:
+            wait(ctx.full["dq"], at)
+            for p in cutlass.range_constexpr(plan.places):
+                atom, inside, outside = copies[n + p]
+                cute.copy(atom, inside[None, at.index * plan.places + p], outside[None, ctx.tile])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(ctx.empty["dq"] + at.index)
+        at = step(at, plan.parts)
+    return at
+
+
+@cute.jit
+def drain_counted(ctx, at, done_at):
+    """`drain` and `drain_keys`, counting each addition that is complete: whoever counts last hands the tile on.
+
+    Nothing is waited for where it is made: an addition is complete a step later, its count is known another step later.
+    """
+    plan = ctx.plan
+    nbytes = 4 * plan.rows * plan.depth
+    added, counted = Int32(-1), (Int32(-1), Int32(0))
+    if const_expr(plan.clears):
+        await_turn(ctx.cleared + (ctx.batch * (ctx.heads // ctx.group) + ctx.kv_head), up(ctx.keys, plan.keys))
+    for g in cutlass.range(ctx.group, unroll=1):
+        line = (ctx.batch * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
+        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+            wait(ctx.full["dq"], at)
+            to = ctx.work + (line + m).to(Int64) * (plan.rows * plan.depth)
+            add_bulk(to, ctx.part + at.index * plan.part_numbers, nbytes)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(ctx.empty["dq"] + at.index)
+            at = step(at, plan.parts)
+            done_at = hand_on(ctx, counted, done_at)
+            cute.arch.cp_async_bulk_wait_group(1)
+            counted = count(ctx, added)
+            added = line + m
+    at = drain_keys(ctx, 0, at)
+    done_at = hand_on(ctx, counted, done_at)
     cute.arch.cp_async_bulk_wait_group(0)
+    return at, hand_on(ctx, count(ctx, added), done_at)
+
+
+@cute.jit
+def drain_items(ctx, mine: cutlass.Constexpr):
+    """`drain` and `drain_keys` of one tile of keys after the other."""
+    at, dq_at, done_at = start(0), start(0), start(1)
+    tile = another(ctx, at, False)
+    while tile >= 0:
+        one = told(ctx, at, False)
+        cute.arch.mbarrier_arrive(ctx.empty["item"] + at.index)
+        if const_expr(ctx.plan.finishes):
+            dq_at, done_at = drain_counted(one, dq_at, done_at)
+        else:
+            dq_at = drain_keys(one, mine, drain(one, mine, dq_at))
+        at = step(at, 2)
+        tile = another(ctx, at, False)
+    if const_expr(ctx.plan.finishes):
+        post(ctx, done_at, Int32(-1))
 
 
 @cute.jit
@@ -67,4 +138,8 @@ def reduce(ctx, mine: cutlass.Constexpr):
     A lane that waits for a phase which another lane's arrival lets go by may miss it and wait for one that never comes.
     """
     if cute.arch.lane_idx() == 0:
-        drain(ctx, mine)
+        if const_expr(ctx.plan.workers > 0):
+            drain_items(ctx, mine)
+        else:
+            drain(ctx, mine, start(0))
+        cute.arch.cp_async_bulk_wait_group(0)

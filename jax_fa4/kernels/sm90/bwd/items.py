@@ -1,0 +1,81 @@
+"""Tiles of keys of a CTA that takes several: the load warp takes tickets and tells the other roles."""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.ring import wait
+from jax_fa4.kernels.common.tiles import query_tiles, up
+from jax_fa4.kernels.sm90.bwd.plan import ITEM_WORDS, sectioned
+from jax_fa4.mask import Band
+
+
+def example_band(ints, batch, queries, keys, ends):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]. ends: (left, right)."""
+    at = VALUES.example(batch)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
+    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
+    return Band(*ends, ints[at + VALUES.offset], q_len, kv_len)
+
+
+@cute.jit
+def placed(ctx, index):
+    """The context at a place in the order of work.
+
+    Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
+    """
+    plan = ctx.plan
+    kv_heads = ctx.heads // ctx.group
+    key_tiles = up(ctx.keys, plan.keys)
+    lines = ctx.total // key_tiles
+    tile, line = sectioned(index, key_tiles, lines, ctx.section, plan.ordered, cutlass.min)
+    batch, kv_head = line // kv_heads, line % kv_heads
+    band = example_band(ctx.ints, batch, ctx.queries, ctx.keys, ctx.ends)
+    first, last = query_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
+    return replace(ctx, tile=tile, kv_head=kv_head, batch=batch, band=band, first=Int32(first), last=Int32(last))
+
+
+@cute.jit
+def take(ctx):
+    """The next ticket, in lane 0; it is not awaited here."""
+    ticket = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.atomic_add(ctx.tickets.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+    return ticket
+
+
+def known(ticket):
+    """It in all lanes."""
+    return cute.arch.shuffle_sync(ticket, 0)
+
+
+@cute.jit
+def tell(ctx, at):
+    """The load warp tells the others of ctx's tile; of none where ctx.tile is negative."""
+    wait(ctx.empty["item"], at)
+    to = ctx.items + at.index * ITEM_WORDS
+    words = (ctx.tile, ctx.kv_head, ctx.batch, ctx.first, ctx.last, ctx.band.q_len, ctx.band.kv_len, ctx.band.offset)
+    if cute.arch.lane_idx() == 0:
+        for n in cutlass.range_constexpr(ITEM_WORDS):
+            to[n] = Int32(words[n])
+        cute.arch.mbarrier_arrive(ctx.full["item"] + at.index)
+
+
+def another(ctx, at, uniform=True):
+    """Waits for the next tile to be told: the tile, negative where there is none."""
+    wait(ctx.full["item"], at)
+    tile = ctx.items[at.index * ITEM_WORDS]
+    return cute.arch.make_warp_uniform(tile) if uniform else tile
+
+
+@cute.jit
+def told(ctx, at, uniform: cutlass.Constexpr = True):
+    """What `tell` told, as a context; after `another`."""
+    of = ctx.items + at.index * ITEM_WORDS
+    words = [cute.arch.make_warp_uniform(of[n]) if uniform else of[n] for n in range(ITEM_WORDS)]
+    tile, kv_head, batch, first, last, q_len, kv_len, offset = words
+    band = Band(*ctx.ends, offset, q_len, kv_len)
+    return replace(ctx, tile=tile, kv_head=kv_head, batch=batch, band=band, first=first, last=last)
