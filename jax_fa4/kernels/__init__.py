@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jax_fa4.kernels.common.parts import Plan
-from jax_fa4.kernels.sm90.bwd import plan as sm90_bwd
+from jax_fa4.kernels.sm90.bwd import choose_plan as sm90_bwd
 from jax_fa4.kernels.sm90.fwd import choose_plan as sm90_fwd
 from jax_fa4.kernels.sm100.bwd.pair import plan as sm100_bwd
 from jax_fa4.kernels.sm100.fwd import plan as sm100_fwd
@@ -34,12 +34,14 @@ _CHOOSE_ANY_SHAPE: dict[tuple[str, str], Callable[[Problem], Plan]] = {
     ("sm_90a", "fwd"): partial(sm90_fwd.choose, any_shape=True),
     ("sm_100a", "fwd"): partial(sm100_fwd.choose, any_shape=True),
     ("sm_103a", "fwd"): partial(sm100_fwd.choose, arch="sm_103a", any_shape=True),
+    ("sm_90a", "bwd"): partial(sm90_bwd.choose, any_shape=True),
 }
 # Problems of the same kind, so that each plan that shapes may decide for is the plan of one.
 _STAND_INS: dict[tuple[str, str], Callable[[Problem], list[Problem]]] = {
     ("sm_90a", "fwd"): sm90_fwd.stand_ins,
     ("sm_100a", "fwd"): sm100_fwd.stand_ins,
     ("sm_103a", "fwd"): sm100_fwd.stand_ins,
+    ("sm_90a", "bwd"): sm90_bwd.stand_ins,
 }
 
 

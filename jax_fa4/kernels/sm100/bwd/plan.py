@@ -220,9 +220,7 @@ class Plan:
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
         turns = {"turns": self.ordered, "tickets": self.ordered}
-        return BwdPre(
-            self.arch, self.dtype, self.value_depth, self.tile, self.depth, **turns, releases=self.dependent
-        )
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, **turns, releases=self.dependent)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:

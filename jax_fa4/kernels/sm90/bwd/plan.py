@@ -10,7 +10,7 @@ from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, 
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.spec import Problem, Unsupported
+from jax_fa4.spec import Unsupported
 
 NATIVE_DEPTHS = (64, 128, 192, 256)
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
@@ -329,33 +329,3 @@ def form_for(depth: int, value_depth: int) -> dict[str, Any]:
             continue
         return form
     raise Unsupported(f"depths {depth} and {value_depth}: the Hopper backward has no tile that fits shared memory")
-
-
-def choose(problem: Problem) -> Plan:
-    """The plan for a backward problem, or Unsupported with what would work."""
-    spec = problem.spec
-    for name, depth in (("query and key", problem.d), ("value", problem.v)):
-        if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
-            raise Unsupported(f"depth {depth} of {name}: the Hopper backward takes {DEPTHS}")
-    return Plan(
-        problem.dtype,
-        problem.d,
-        problem.v,
-        band=spec.band,
-        segments=spec.segments,
-        soft_cap=spec.soft_cap,
-        ordered=spec.deterministic,
-        **form_for(problem.d, problem.v) | measured(problem),
-    )
-
-
-def measured(problem: Problem) -> dict[str, Any]:
-    """What timing decided: fields by depth (H200, 2026-11-30, docs/measured/2026-11-30_h200_backward_rounds.txt).
-
-    Warpgroups in turn give 1.05 to 1.17 of the form in step wherever registers let them, which is where each has keys of
-    its own; at depth 64 with 128 queries a step.
-    """
-    inner, inner_value = native(problem.d), native(problem.v)
-    if inner + inner_value > 256:
-        return {}
-    return {"turns": True, "rows": 128 if inner == inner_value == 64 else 64}
