@@ -457,9 +457,9 @@ def grads(ctx):
     if const_expr(ctx.plan.lagged):
         lagged_steps(ctx, h)
     elif const_expr(ctx.plan.turns):
-        turn_steps(ctx, h, (start(0), start(0), start(1), start(0)), None)
+        _ = turn_steps(ctx, h, (start(0), start(0), start(1), start(0)), None)
     else:
-        steps(ctx, h, (start(0), start(0), start(1), start(0)))
+        _ = steps(ctx, h, (start(0), start(0), start(1), start(0)))
     store_keys(ctx, h)
 
 

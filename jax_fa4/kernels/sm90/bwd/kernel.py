@@ -16,7 +16,6 @@ from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
-from jax_fa4.kernels.common.ring import start
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm90.bwd import post
@@ -24,7 +23,7 @@ from jax_fa4.kernels.sm90.bwd.context import Context
 from jax_fa4.kernels.sm90.bwd.finish import finish
 from jax_fa4.kernels.sm90.bwd.grads import grads, grads_of_items
 from jax_fa4.kernels.sm90.bwd.items import placed
-from jax_fa4.kernels.sm90.bwd.load import load, load_items
+from jax_fa4.kernels.sm90.bwd.load import load_alone, load_items
 from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, ITEM_WORDS, bind, section_of
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
@@ -87,6 +86,30 @@ def among_segments(ctx, memory, q_segments, kv_segments):
         space = memory.allocate_array(Int32, plan.threads // 8)
         first, last = narrow(plan, ctx.tile, ctx.band, (first, last), (q_segments, kv_segments), space)
     return replace(ctx, first=first, last=last, segments=(q_segments, kv_segments))
+
+
+@cute.jit
+def roles(ctx):
+    """What each warp does."""
+    if ctx.warp < 4:
+        cute.arch.setmaxregister_decrease(ctx.plan.registers[0])
+        if ctx.warp == 0:
+            if const_expr(ctx.plan.workers > 0):
+                load_items(ctx)
+            else:
+                load_alone(ctx)
+        for n in cutlass.range_constexpr(ctx.plan.reducers):
+            if ctx.warp == 1 + n:
+                reduce(ctx, n)
+        for n in cutlass.range_constexpr(ctx.plan.finishers):
+            if ctx.warp == 1 + ctx.plan.reducers + n:
+                finish(ctx, n)
+    else:
+        cute.arch.setmaxregister_increase(ctx.plan.registers[1])
+        if const_expr(ctx.plan.workers > 0):
+            grads_of_items(ctx)
+        else:
+            grads(ctx)
 
 
 @cute.kernel
@@ -196,25 +219,7 @@ def backward(
         ctx = placed(ctx, ticket_of(tickets, memory, cute.arch.block_idx()[0], plan))
         if const_expr(plan.segments):
             ctx = among_segments(ctx, memory, q_segments, kv_segments)
-    if warp < 4:
-        cute.arch.setmaxregister_decrease(plan.registers[0])
-        if warp == 0:
-            if const_expr(plan.workers > 0):
-                load_items(ctx)
-            else:
-                load(ctx, (start(0), start(1), start(1)))
-        for n in cutlass.range_constexpr(plan.reducers):
-            if warp == 1 + n:
-                reduce(ctx, n)
-        for n in cutlass.range_constexpr(plan.finishers):
-            if warp == 1 + plan.reducers + n:
-                finish(ctx, n)
-    else:
-        cute.arch.setmaxregister_increase(plan.registers[1])
-        if const_expr(plan.workers > 0):
-            grads_of_items(ctx)
-        else:
-            grads(ctx)
+    roles(ctx)
 
 
 def launch(stream, plan, data, e):

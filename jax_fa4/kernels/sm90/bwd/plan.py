@@ -89,6 +89,12 @@ class Plan:
         assert 128 * (least + self.groups * math) <= given and least % 8 == math % 8 == 0, self.registers
 
     @property
+    def form(self) -> tuple[str, ...]:
+        """In words, what tells plans of one kind apart."""
+        named = ("turns", "workers", "section", "finishes", "clears")
+        return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)))
+
+    @property
     def keys(self) -> int:
         return 64 if self.split_depth else 64 * self.groups
 

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.common.copies import views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import key_tiles, up
-from jax_fa4.kernels.sm90.bwd.finish import count, hand_on, post
+from jax_fa4.kernels.sm90.bwd.counts import count, hand_on, post
 from jax_fa4.kernels.sm90.bwd.items import another, told
 from jax_fa4.kernels.sm90.bwd.plan import turn
 
@@ -129,6 +129,7 @@ def drain_items(ctx, mine: cutlass.Constexpr):
         tile = another(ctx, at, False)
     if const_expr(ctx.plan.finishes):
         post(ctx, done_at, Int32(-1))
+    return dq_at, done_at
 
 
 @cute.jit
@@ -139,7 +140,7 @@ def reduce(ctx, mine: cutlass.Constexpr):
     """
     if cute.arch.lane_idx() == 0:
         if const_expr(ctx.plan.workers > 0):
-            drain_items(ctx, mine)
+            _ = drain_items(ctx, mine)
         else:
-            drain(ctx, mine, start(0))
+            _ = drain(ctx, mine, start(0))
         cute.arch.cp_async_bulk_wait_group(0)
