@@ -24,28 +24,34 @@ from jax_fa4.mask import UNBOUNDED
 from jax_fa4.spec import AttentionSpec, Problem
 
 CALLS = 8
+IN_STEP = {"turns": False}
 # name -> fields of the plan; the first is what others are compared with
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"held": False, "lagged": False},
-    "held": {"held": True, "lagged": False},
-    "lagged": {"held": True, "lagged": True},
-    "rows128": {"held": True, "rows": 128},  # D64 only
-    "direct": {"held": True, "lagged": True, "direct": True, "parts": 0, "query_stages": 2, "dout_stages": 2},
-    "sections": {"held": True, "lagged": True, "section": 32},
-    "dependent": {"held": True, "lagged": True, "dependent": True},
-    "ordered": {"held": True, "lagged": True, "ordered": True},
-    "ordered sections": {"held": True, "lagged": True, "ordered": True, "section": 32},
+    "turns": {},
+    "in step": IN_STEP,
+    "held": IN_STEP | {"held": True},
+    "lagged": IN_STEP | {"held": True, "lagged": True},
+    "direct": IN_STEP | {"direct": True, "parts": 0},
+    "sections": {"section": 32},
+    "dependent": {"dependent": True},
+    "workers": {"workers": 132},
+    "finishes": {"workers": 132, "finishes": True, "parts": 1},
+    "clears": {"workers": 132, "finishes": True, "parts": 1, "clears": True},
+    "ordered": {"ordered": True},
+    "ordered sections": {"ordered": True, "section": 32},
+    "ordered workers": {"ordered": True, "workers": 132},
 }
 DEPTHS = {"d128": (128, 128), "d64": (64, 64), "d96": (96, 96), "d256": (256, 256), "d192_128": (192, 128)}
 
 
 def plan_of(depths: tuple[int, int], causal: bool, fields: dict[str, Any]) -> Any:
     d, v = depths
-    plan = kernels.select(Problem(AttentionSpec(band=causal), 1, 1, 1, 1, 1, d, v, "bfloat16", "bwd"), "sm_90a")
+    plan = kernels.select(Problem(AttentionSpec(band=causal), 1, 1, 1, 1, 1, d, v, "bfloat16", "bwd"), "sm_90a", True)
     if plan.split_depth:
-        fields = fields | {"lagged": False}
-    if plan.inner + plan.inner_value > 128:
-        fields = fields | {"rows": 64}
+        fields = {
+            name: x for name, x in fields.items() if name not in ("turns", "lagged", "workers", "finishes", "clears")
+        }
+    plan = replace(plan, workers=0, section=0)
     return replace(plan, **fields)
 
 

@@ -70,7 +70,7 @@ class BwdPre:
         tile = ("B", "N", "M")
         stats = Buffer("stats", "float32", (*tile, 2 * self.rows), "scratch")
         work = Buffer("work", "float32", (*tile, self.rows * self.work_depth), "scratch")
-        made = (stats, work) if self.work_depth else (stats,)
+        made: tuple[Buffer, ...] = (stats, work) if self.work_depth else (stats,)
         made += (Buffer("turns", "int32", tile, "scratch"),) * self.turns
         made += (Buffer("tickets", "int32", (1,), "scratch"),) * self.tickets
         made += (Buffer("cleared", "int32", ("B", "K"), "scratch"),) * (self.workers > 0)

@@ -323,7 +323,7 @@ def form_for(depth: int, value_depth: int) -> dict[str, Any]:
     inner, inner_value = native(depth), native(value_depth)
     split = inner + inner_value > 256
     for parts, query_stages, dout_stages in ((2, 2, 2), (1, 2, 2), (1, 2, 1), (1, 1, 1)):
-        form = {
+        form: dict[str, Any] = {
             "split_depth": split,
             "parts": parts,
             "query_stages": query_stages,
