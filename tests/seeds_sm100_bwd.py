@@ -46,8 +46,8 @@ LENGTHS = [
     Case("lengths_bottom", t=150, s=160, causal=True, bottom_right=True, q_lens=(129,), kv_lens=(127,), **SMALL),
     Case("two_examples", b=2, t=130, s=140, n=1, k=1, q_lens=(130, 33), kv_lens=(140, 129)),
 ]
-# No keys with a common mean or outlying channels: there dQ breaks the error rule by what the rounding of `out` takes, see
-# test_keys_with_a_mean_lose_what_the_rounding_of_out_takes. Causal, the first rows see too few keys for that to show.
+# No keys with a common mean or outlying channels but fill_both: there dQ breaks the error rule by what the rounding of
+# `out` takes, see test_keys_with_a_mean_lose_what_the_rounding_of_out_takes.
 KINDS = [
     Case("heads_2_1", b=1, t=70, s=140, n=2, k=1),
     Case("heads_4_2_causal", b=1, t=130, s=70, n=4, k=2, causal=True),
