@@ -22,7 +22,7 @@ from jax_fa4.spec import AttentionSpec, Problem, Unsupported  # noqa: E402
 COUNTS = ROOT / "docs" / "measured" / "blackwell_forward_counts.json"
 PICTURE = ROOT / "docs" / "plots" / "blackwell_forward_counts.png"
 PAGE = ROOT / "docs" / "plans.md"
-DEPTHS = ((64, 64), (128, 128), (192, 128))
+DEPTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 KINDS = {"full": AttentionSpec(), "causal": AttentionSpec(band=True)}
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "Blackwell"}
 
@@ -65,7 +65,8 @@ def flow(one: Any) -> list[str]:
     lines = ["```mermaid", "flowchart LR", '  memory[("global memory")] --> load']
     for ring in one.rings:
         for producer in ring.producer.split("+"):
-            lines.append(f'  {producer} -->|"{ring.name} x{ring.stages}"| {ring.consumer}')
+            for consumer in ring.consumer.split("+"):
+                lines.append(f'  {producer} -->|"{ring.name} x{ring.stages}"| {consumer}')
     last = {"store", "reduce"} & {r.consumer for r in one.rings}
     return [*lines, *(f'  {role} --> results[("global memory")]' for role in sorted(last) or ["math"]), "```"]
 
@@ -91,13 +92,13 @@ def section(title: str, one: Any) -> list[str]:
 
 
 def by_rule(one: Any) -> dict[str, float]:
-    """Cycles of a 128 x 128 tile by the counting rules, for two query tiles of a CTA against the same keys."""
+    """Cycles of a 128 x 128 tile by the counting rules, for the query tiles of a CTA against the same keys."""
     d, v = one.inner, one.inner_value
     return {
         "tensor": 4 * (d + v),
         "exp": 128 * (128 - one.emulated_columns) / 16,
         "operand reads": 2 * d + (2 * d + 2 * v) / one.ctas,
-        "fills": (2 * d + 2 * v) / 2 / one.ctas,
+        "fills": (2 * d + 2 * v) / one.queries / one.ctas,
     }
 
 
@@ -166,7 +167,7 @@ def count() -> dict[str, Any]:
     for d, v in DEPTHS:
         for kind, spec in KINDS.items():
             one = plan("sm_100a", "fwd", (d, v), spec)
-            table = per_tile(one, bind, build(one, keep_ptx=True).ptx, queries=2 * one.rows)
+            table = per_tile(one, bind, build(one, keep_ptx=True).ptx, queries=one.span)
             c = cycles(table)
             counted = {"tensor": c["tensor"], "exp": c["exp"], "operand reads": c["mma.read"], "fills": c["tma.write"]}
             counted["statistics"] = c["load.shared"] + c["store.shared"]
@@ -205,7 +206,7 @@ def draw(report: dict[str, Any]) -> None:
     marks = {-width: rule("tensor"), 0: rule("exp"), width: rule("operand reads") + rule("fills")}
     for shift, value in marks.items():
         axes.plot(at + shift, value, "_", color="black", markersize=18, label="by the rule" if not shift else None)
-    axes.set_xticks(at, names)
+    axes.set_xticks(at, [n.replace(", pairs", "\npairs") for n in names])
     axes.set_ylabel("cycles of an SM for a 128 x 128 tile")
     axes.set_title("Blackwell forward: cycles by unit, counted in the emulator (not measured)")
     axes.legend(frameon=False, ncols=2)
