@@ -88,6 +88,7 @@ def main() -> int:
     import test_emulated_sm100 as tests
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only these cases; the others of the file stay")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--many", type=int, default=200, help=f"seeds of {', '.join(MANY)}")
     parser.add_argument("--minutes", type=float, default=60)
@@ -98,14 +99,15 @@ def main() -> int:
         "command": " ".join(["python tests/seeds_sm100_fwd.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "numpy")},
-        "cases": {},
+        "cases": json.loads(OUT.read_text())["cases"] if args.names and OUT.exists() else {},
     }
-    for case, fields in CASES:
+    todo = [x for x in CASES if x[0].name in args.names or not args.names]
+    for case, fields in todo:
         whole = args.many if case.name in MANY else args.seeds
         found = passes_each(case, fields, range(min(whole, args.seeds)), until, tests.passes)
         report["cases"][case.name] = found | {"plan": str(replace(tests.plan_of(case), **fields))}
         print(case.name, found, flush=True)
-    for case, fields in (x for x in CASES if x[0].name in MANY):
+    for case, fields in (x for x in todo if x[0].name in MANY):
         more = passes_each(case, fields, range(args.seeds, args.many), until, tests.passes)
         one = report["cases"][case.name]
         one |= {name: one[name] + more[name] for name in more}
