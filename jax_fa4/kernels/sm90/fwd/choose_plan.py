@@ -81,8 +81,8 @@ def few_tiles_for(shape: Shape, band: bool, value_depth: int) -> dict[str, Any] 
     54 against 59 (4k, 4 heads), 73 against 106 (8k, 2 heads); at 2k it costs more than it saves. Same measurement.
     """
     assert shape.tiles is not None and shape.keys is not None
-    # Values of depth 256 leave no registers for it: with keys of 128, sinks and a band 16 bytes spill.
-    if native(value_depth) < 256 and shape.keys >= LONG and shape.tiles <= (SMS if band else SMS // 2):
+    # Deeper values leave no registers for it: 16 bytes spill at 256 (keys of 128, sinks, a band), 24 at 136 and 160.
+    if native(value_depth) <= 128 and shape.keys >= LONG and shape.tiles <= (SMS if band else SMS // 2):
         return {"sections": True, "splits": True}
     if band and shape.tiles <= FEW_TILES:
         return {"sections": True}
