@@ -102,6 +102,12 @@ class Plan:
         check_regions(self.regions)
 
     @property
+    def form(self) -> tuple[str, ...]:
+        """What tells it from other plans of the same kind of call, in words."""
+        words = {"packed": "few queries", "splits": "shared keys", "pair": "pairs", "workers": "persistent"}
+        return tuple(word for name, word in words.items() if getattr(self, name))
+
+    @property
     def fits(self) -> bool:
         """Whether this kind of plan has the depths."""
         return native(self.depth, self.value_depth) is not None

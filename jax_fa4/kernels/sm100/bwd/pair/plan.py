@@ -247,7 +247,8 @@ class PairPlan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile."""
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.inner, self.ordered, self.dependent)
+        made = {"turns": self.ordered, "tickets": self.ordered, "releases": self.dependent}
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.inner, **made)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
