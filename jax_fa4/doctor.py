@@ -373,7 +373,8 @@ def tested_depth() -> int | None:
         return DEPTHS[0]
     for d in DEPTHS:
         # What the self-test calls: the shape decides too.
-        problem = Problem(AttentionSpec(band=True), **SHAPE, d=d, v=d)
+        shape: dict[str, Any] = {**SHAPE, "d": d, "v": d}
+        problem = Problem(AttentionSpec(band=True), **shape)
         plans = []
         for one in (problem, problem.backward()):
             with suppress(Unsupported):
