@@ -9,7 +9,7 @@ from ptx_lanes import lanes
 from ptx_lint import early
 
 from jax_fa4.kernels import select
-from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
+from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
 from jax_fa4.kernels.sm100.bwd.pair.plan import PairPlan, bind, choose, registers_for, worth
 from jax_fa4.kernels.sm100.bwd.plan import Plan
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
@@ -150,6 +150,10 @@ def test_compiled_counts_are_the_plans(name):
     made = build(plan, keep_ptx=True)
     assert made.facts.spills == 0 and len(made.facts.kernels) == 3
     assert all(k.stack == 0 for k in made.facts.kernels)
+    named = sum(k.name.startswith(label(PLANS[name]) + "_kernel_") for k in made.facts.kernels)
+    assert named == 2 and sum(k.name.startswith("fa4_bwd_pre_") for k in made.facts.kernels) == 1, (
+        "what a profiler shows"
+    )
     found = {key: len(re.findall(pattern, made.ptx)) for key, (pattern, _) in expected(plan).items()}
     assert found == {key: count for key, (_, count) in expected(plan).items()}
     assert lanes(made.ptx) == [], "lanes of a warp may run apart at a barrier"

@@ -13,7 +13,7 @@ from ptx_lint import early
 from verifier.mutate import drop, edit
 
 from jax_fa4.kernels import select
-from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT
+from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, sectioned, up
 from jax_fa4.kernels.sm100.bwd.plan import NATIVE_DEPTHS, Plan, bind, choose, turn
 from jax_fa4.kernels.sm100.regions import check_regions
@@ -251,6 +251,10 @@ def test_compiled_counts_are_the_plans(name):
     plan, made = PLANS[name], built(name)
     assert made.facts.spills == 0 and len(made.facts.kernels) == 3
     assert all(k.stack == 0 for k in made.facts.kernels)
+    named = sum(k.name.startswith(label(PLANS[name]) + "_kernel_") for k in made.facts.kernels)
+    assert named == 2 and sum(k.name.startswith("fa4_bwd_pre_") for k in made.facts.kernels) == 1, (
+        "what a profiler shows"
+    )
     found = {key: len(re.findall(pattern, made.ptx)) for key, (pattern, _) in expected(plan).items()}
     stores = len(re.findall(r"cp\.async\.bulk\.tensor\S+global\.shared", made.ptx))
     found["TMA loads"] -= stores

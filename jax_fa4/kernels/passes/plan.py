@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from jax_fa4.ffi.buffers import INTS, Buffer, value_extents
@@ -23,6 +23,7 @@ class BwdPre:
     value_depth: int
     rows: int  # queries of one tile of the main kernel
     work_depth: int  # float32 numbers of dQ workspace a query, whatever their order; 0 = no workspace
+    _: KW_ONLY  # three plans make these: a flag put between others must not move theirs
     turns: bool = False  # also zeroes a number for each query tile, which counts those that added to its dQ
     tickets: bool = False  # also zeroes the ticket counter of work that CTAs take
     releases: bool = False  # lets the kernel after it be launched early; that one must wait before it reads anything

@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
@@ -230,7 +231,7 @@ def launch(stream, plan, data, e):
     names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
     pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
-    backward(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+    labelled(backward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
         grid=main.grid,
         block=(main.block, 1, 1),
         cluster=(main.cluster, 1, 1),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer, value_extents
+from jax_fa4.ffi.buffers import Buffer, value_extents
+from jax_fa4.kernels.common.gradients import backward_inputs, gradients
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
@@ -59,6 +60,7 @@ class PairPlan:
     # 2026-11-30); segments in float16 do, 16 bytes. Depths between were sampled: a value must not fail a user's build.
     spill_allowance: int = 64
 
+    pair = True
     launcher = "jax_fa4.kernels.sm100.bwd.pair.kernel"
     tile = 128  # keys of a CTA, queries of a step
     ctas = 2
@@ -252,30 +254,11 @@ class PairPlan:
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
-        query, key = ("B", "T", "N", self.depth), ("B", "S", "K", self.depth)
-        value, line = ("B", "T", "N", self.value_depth), ("B", "N", "T")
-        base = (
-            Buffer("q", self.dtype, query),
-            Buffer("k", self.dtype, key),
-            Buffer("v", self.dtype, (*key[:3], self.value_depth)),
-            Buffer("out", self.dtype, value),
-            Buffer("dout", self.dtype, value),
-            Buffer("lse", "float32", line),
-            Buffer("dlse", "float32", line),
-            INTS,
-            FLOATS_BUFFER,
-        )
-        ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
-        return base + ids * self.segments
+        return backward_inputs(self)
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
-        made = (
-            Buffer("dq", self.dtype, ("B", "T", "N", self.depth), "out"),
-            Buffer("dk", self.dtype, ("B", "S", "K", self.depth), "out"),
-            Buffer("dv", self.dtype, ("B", "S", "K", self.value_depth), "out"),
-        )
-        return made + self.pre.outputs
+        return gradients(self) + self.pre.outputs
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T, S, N and K. M: query tiles."""

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import work_item
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, POST_ROWS, POST_THREADS
 
@@ -67,6 +68,6 @@ def start(stream, plan, data, kernel, e):
         and POST_ROWS % (2 * plan.unit) == 0
     )
     pointers = [data[name] for name in kernel.pointers]
-    bwd_post(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
+    labelled(bwd_post, plan)(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent
     )
