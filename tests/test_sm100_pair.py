@@ -167,7 +167,7 @@ COMPILED = ["d128", "d128 band"]
 @needs_compiler
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COMPILED else pytest.mark.prove) for n in PLANS])
 def test_compiled_counts_are_the_plans(name):
-    """And nothing spills: the build refuses that."""
+    """And nothing spills: SlowKernel is an error in tests."""
     plan = PLANS[name]
     ptx, q, v = ptx_of(plan), plan.inner // 64, plan.inner_value // 2 // plan.value_piece
     counts = expected(plan) | {

@@ -234,17 +234,17 @@ def test_compiled_counts_are_the_plans(name):
 @needs_compiler
 @pytest.mark.parametrize("name", PLANS)
 def test_no_spills(name):
-    """The build refuses them; this looks at the compiler's own words."""
+    """The build warns, which is an error here; this looks at the compiler's own words."""
     kernels = built(name).facts.kernels
     assert [k.registers == 128 for k in kernels].count(True) == 1 == len(kernels) - PLANS[name].splits
     assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
 
 
 @needs_compiler
-def test_spills_are_refused():
-    from jax_fa4.ffi.compile import BuildError, build
+def test_spills_are_told():
+    from jax_fa4.ffi.compile import SlowKernel, build
 
-    with pytest.raises(BuildError, match="spill"):
+    with pytest.warns(SlowKernel, match="spill"):
         build(replace(PLANS["d128"], registers=(216, 48, 32)))
 
 

@@ -133,7 +133,7 @@ COMPILED = ["full", "band sinks fp16"]
 @needs_compiler
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COMPILED else pytest.mark.prove) for n in PLANS])
 def test_compiled_counts_are_the_plans(name):
-    """And nothing spills: the build refuses that."""
+    """And nothing spills: SlowKernel is an error in tests."""
     plan = PLANS[name]
     ptx, poly = ptx_of(plan), plan.emulated_columns
     counts = {

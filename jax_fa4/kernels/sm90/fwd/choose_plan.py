@@ -93,7 +93,8 @@ def fields_for(problem: Problem, any_shape: bool) -> dict[str, Any]:
     """All that the shape and the measurements decide."""
     spec = problem.spec
     crowded = spec.segments or spec.soft_cap
-    base = tiles_for(problem.d, problem.v, crowded)
+    # Of sinks beside a band, 16 bytes spill at value depths beyond 192 with the longer tile (DSL 4.8.1).
+    base = tiles_for(problem.d, problem.v, crowded or (spec.sinks and spec.band and native(problem.v) > 192))
     shape = Shape() if any_shape else shape_of(problem)
     if shape.few_queries and not spec.segments:
         return base | decode_for(problem.d, problem.v)
