@@ -8,7 +8,7 @@ spacings of the accumulation dtype at the largest sum of absolute terms (sums th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from problems import DTYPES, Case, Inputs
@@ -30,8 +30,9 @@ class Result(NamedTuple):
 
 
 def visibility(case: Case, inp: Inputs) -> Array:
-    """bool [b, n, t, s], straight from the definitions; not through jax_fa4.mask, which is under test too."""
-    see = np.ones((case.b, case.n, case.t, case.s), bool)
+    """bool [b, n, t, s], n being 1 without a dense mask; straight from the definitions, not through jax_fa4.mask, which
+    is under test too."""
+    see = np.ones((case.b, 1, case.t, case.s), bool)
     i, j = np.arange(case.t)[:, None], np.arange(case.s)[None, :]
     left, right = case.window or (None, None)
     for e in range(case.b):
@@ -48,35 +49,39 @@ def visibility(case: Case, inp: Inputs) -> Array:
     return see & inp.mask if case.mask else see
 
 
-def _attend(case: Case, inp: Inputs, see: Array, acc: type, cut: Callable[[Array], Array]) -> tuple[Result, Result]:
+def attend(
+    case: Case, inp: Inputs, see: Array, acc: type, cut: Callable[[Array], Array], xp: Any = np
+) -> tuple[Result, Result]:
     """(result, the same sums over absolute values). Arithmetic in `acc`; `cut` rounds what an unfused computation in
-    the inputs' dtype would keep in that dtype: probabilities, their cotangent, the scores' cotangent, results."""
-    group, scale = case.n // case.k, acc(case.scale_value)
+    the inputs' dtype would keep in that dtype: probabilities, their cotangent, the scores' cotangent, results. `xp` is
+    numpy or jax.numpy; with the latter arrays, scale and cap may be traced."""
+    group, scale = case.n // case.k, xp.asarray(case.scale_value, acc)
+    cap = None if case.soft_cap is None else xp.asarray(case.soft_cap, acc)
     q, k, v, do = (x.astype(acc).swapaxes(1, 2) for x in (inp.query, inp.key, inp.value, inp.dout))  # [b, n, ., .]
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    k, v = xp.repeat(k, group, 1), xp.repeat(v, group, 1)
     dlse = inp.dlse.astype(acc)
     x = scale * (q @ k.swapaxes(2, 3)) + (inp.bias.astype(acc) if case.bias else acc(0))
-    bent = np.tanh(x / acc(case.soft_cap)) if case.soft_cap else np.zeros_like(x)
-    x = np.where(see, acc(case.soft_cap) * bent if case.soft_cap else x, -np.inf).astype(acc)
-    sink = inp.sinks.astype(acc)[None, :, None] if case.sinks else np.full((1, case.n, 1), -np.inf, acc)
-    top = np.maximum(x.max(axis=3, initial=-np.inf), sink)
-    base = np.where(np.isneginf(top), acc(0), top)
+    bent = xp.zeros_like(x) if cap is None else xp.tanh(x / cap)
+    x = xp.where(see, x if cap is None else cap * bent, -np.inf).astype(acc)
+    sink = inp.sinks.astype(acc)[None, :, None] if case.sinks else xp.full((1, case.n, 1), -np.inf, acc)
+    top = xp.maximum(x.max(axis=3, initial=-np.inf), sink)
+    base = xp.where(xp.isneginf(top), acc(0), top)
     with np.errstate(divide="ignore", under="ignore"):
-        total = np.exp(x - base[..., None]).sum(axis=3) + np.exp(sink - base)
-        lse = np.log(total) + base
-    finite = np.where(np.isneginf(lse), acc(0), lse)
+        total = xp.exp(x - base[..., None]).sum(axis=3) + xp.exp(sink - base)
+        lse = xp.log(total) + base
+    finite = xp.where(xp.isneginf(lse), acc(0), lse)
     with np.errstate(under="ignore"):
-        p = np.exp(x - base[..., None]) / np.where(total == 0, acc(1), total)[..., None]
-        p_sink = np.exp(sink - finite)
-    dlse = np.where(np.isneginf(lse), acc(0), dlse)
+        p = xp.exp(x - base[..., None]) / xp.where(total == 0, acc(1), total)[..., None]
+        p_sink = xp.exp(sink - finite)
+    dlse = xp.where(xp.isneginf(lse), acc(0), dlse)
     pc = cut(p)
     out = pc @ v
     dp = cut(do @ v.swapaxes(2, 3))
     delta = (p * dp).sum(axis=3) - dlse
     slope = 1 - bent**2
     dx = cut(p * (dp - delta[..., None]) * slope)
-    sizes = p * (np.abs(do) @ np.abs(v).swapaxes(2, 3) + (p * np.abs(dp)).sum(axis=3, keepdims=True))
-    sizes = (sizes + p * np.abs(dlse)[..., None]) * slope
+    sizes = p * (xp.abs(do) @ xp.abs(v).swapaxes(2, 3) + (p * xp.abs(dp)).sum(axis=3, keepdims=True))
+    sizes = (sizes + p * xp.abs(dlse)[..., None]) * slope
 
     def heads(y: Array) -> Array:  # [b, n, s, .] summed over the group -> [b, s, k, .]
         return y.reshape(case.b, case.k, group, *y.shape[2:]).sum(axis=2).swapaxes(1, 2)
@@ -93,20 +98,20 @@ def _attend(case: Case, inp: Inputs, see: Array, acc: type, cut: Callable[[Array
         )  # fmt: skip
 
     result = gradients(out, pc, dx, q, k, do, delta)
-    total_sizes = gradients(pc @ np.abs(v), pc, sizes, np.abs(q), np.abs(k), np.abs(do), np.abs(delta))
+    total_sizes = gradients(pc @ xp.abs(v), pc, sizes, xp.abs(q), xp.abs(k), xp.abs(do), xp.abs(delta))
     return result, total_sizes
 
 
 def oracle(case: Case, inp: Inputs) -> tuple[Result, Result]:
     """(exact in float64, sizes: the same sums over absolute terms, which scale the floor)."""
-    return _attend(case, inp, visibility(case, inp), np.float64, lambda x: x)
+    return attend(case, inp, visibility(case, inp), np.float64, lambda x: x)
 
 
 def unfused(case: Case, inp: Inputs, dtype: str) -> Result:
     """A dense computation in `dtype` with float32 sums (float64 for float64)."""
     acc = np.float64 if dtype == "float64" else np.float32
     with np.errstate(over="ignore"):
-        return _attend(case, inp, visibility(case, inp), acc, lambda x: x.astype(DTYPES[dtype]).astype(acc))[0]
+        return attend(case, inp, visibility(case, inp), acc, lambda x: x.astype(DTYPES[dtype]).astype(acc))[0]
 
 
 def _eps(dtype: str) -> float:

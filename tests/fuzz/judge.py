@@ -12,10 +12,10 @@ P (A + sum P A + |dLSE|) with A = |dO||v|; then dQ, dK, dV, dbias, dsinks, dscal
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from compare import Result, oracle, visibility
+from compare import Result, attend, visibility
 from problems import Case, Inputs
 
 DTYPE, ACC = 2.0, 8.0  # largest ratios seen are in the results of a run
@@ -33,71 +33,95 @@ class Fault(NamedTuple):
     text: str
 
 
-def bounds(case: Case, inp: Inputs, dtypes: tuple[str, str], exact: Result) -> Result:
+def bounds(case: Case, inp: Inputs, see: Any, dtypes: tuple[str, str], exact: Result, xp: Any = np) -> Result:
     """Largest allowed error of each element."""
     dtype, bias_dtype = dtypes
     u, a, tiny = SPACING[dtype], SPACING["float64" if dtype == "float64" else "float32"], SMALLEST[dtype]
-    see, scale, group = visibility(case, inp), case.scale_value, case.n // case.k
-    q, k, v, do = (np.abs(x).swapaxes(1, 2) for x in (inp.query, inp.key, inp.value, inp.dout))
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    scale, group = case.scale_value, case.n // case.k
+    q, k, v, do = (xp.abs(x).swapaxes(1, 2) for x in (inp.query, inp.key, inp.value, inp.dout))
+    k, v = xp.repeat(k, group, 1), xp.repeat(v, group, 1)
     signed = [x.swapaxes(1, 2) for x in (inp.query, inp.key)]
-    x = scale * signed[0] @ np.repeat(signed[1], group, 1).swapaxes(2, 3)
+    x = scale * signed[0] @ xp.repeat(signed[1], group, 1).swapaxes(2, 3)
     size = scale * q @ k.swapaxes(2, 3)
     if case.bias:
         x = x + inp.bias
-        size = size + np.where(np.isfinite(inp.bias), np.abs(inp.bias), 0)
-    bent = np.tanh(x / case.soft_cap) if case.soft_cap else np.zeros_like(x)
-    x = case.soft_cap * bent if case.soft_cap else x
-    finite = np.where(np.isfinite(exact.lse), exact.lse, 0)
-    p = np.where(see, np.exp(np.minimum(x - finite[..., None], 0)), 0)
-    sink = np.abs(inp.sinks)[:, None] if case.sinks else 0.0
-    logit = ACC * a * (1 + np.max(np.where(see, size, 0), axis=3, initial=0) + sink)[..., None]
+        size = size + xp.where(xp.isfinite(inp.bias), xp.abs(inp.bias), 0)
+    bent = xp.tanh(x / case.soft_cap) if case.soft_cap is not None else xp.zeros_like(x)
+    x = case.soft_cap * bent if case.soft_cap is not None else x
+    finite = xp.where(xp.isfinite(exact.lse), exact.lse, 0)
+    p = xp.where(see, xp.exp(xp.minimum(x - finite[..., None], 0)), 0)
+    sink = xp.abs(inp.sinks)[:, None] if case.sinks else 0.0
+    logit = ACC * a * (1 + xp.max(xp.where(see, size, 0), axis=3, initial=0) + sink)[..., None]
     relative = DTYPE * u + logit
     absolute = tiny * see
     dp = do @ v.swapaxes(2, 3)
-    dlse = np.where(np.isfinite(exact.lse), np.abs(inp.dlse), 0)
+    dlse = xp.where(xp.isfinite(exact.lse), xp.abs(inp.dlse), 0)
     spread = dp + (p * dp).sum(axis=3, keepdims=True) + dlse[..., None]
     ds = (DTYPE * u * (1 - bent**2) + logit) * p * spread + absolute * (1 + spread)
 
     def heads(y: np.ndarray) -> np.ndarray:
         return y.reshape(case.b, case.k, group, *y.shape[2:]).sum(axis=2).swapaxes(1, 2) + tiny
 
-    dq = (scale * ds @ k + u * np.abs(exact.dq.swapaxes(1, 2)) + tiny).swapaxes(1, 2)
-    p_sink = np.exp(np.minimum((inp.sinks[:, None] if case.sinks else -np.inf) - finite, 0))
+    dq = (scale * ds @ k + u * xp.abs(exact.dq.swapaxes(1, 2)) + tiny).swapaxes(1, 2)
+    p_sink = xp.exp(xp.minimum((inp.sinks[:, None] if case.sinks else -np.inf) - finite, 0))
     delta = (p * dp).sum(axis=3) + dlse
     small_out = p_sink * tiny * do.sum(axis=3)  # delta comes from out, whose small values are rounded coarsely
     dbias = None
     if case.bias:
         dbias = ds.sum(axis=tuple(i for i in range(4) if case.bias[i] == 1), keepdims=True)
-        dbias = dbias + SPACING[bias_dtype] * np.abs(exact.dbias) + tiny + SMALLEST[bias_dtype]
+        dbias = dbias + SPACING[bias_dtype] * xp.abs(exact.dbias) + tiny + SMALLEST[bias_dtype]
     return Result(
         ((relative * p + absolute) @ v + tiny).swapaxes(1, 2),
-        logit[..., 0] + (ACC * a + SPACING["float32"]) * np.abs(finite),
+        logit[..., 0] + (ACC * a + SPACING["float32"]) * xp.abs(finite),
         dq, heads(scale * ds.swapaxes(2, 3) @ q), heads((relative * p + absolute).swapaxes(2, 3) @ do),
         dbias, ((relative[..., 0] * p_sink + tiny) * delta + small_out).sum(axis=(0, 2)) + tiny if case.sinks else None,
-        (dq * np.abs(inp.query)).sum() / scale + tiny,
+        (dq * xp.abs(inp.query)).sum() / scale + tiny,
     )  # fmt: skip
+
+
+class Worst(NamedTuple):
+    """A tensor's element with the largest error against its bound."""
+
+    ratio: Any
+    at: Any  # place in the flat tensor
+    got: Any
+    wanted: Any
+    allowed: Any
+
+
+def measure(got: Result, case: Case, inp: Inputs, see: Any, dtypes: tuple[str, str], xp: Any = np) -> dict[str, Worst]:
+    """Each tensor's worst element. `xp`: numpy, or jax.numpy with 64 bits, where all but shapes may be traced."""
+    exact, _ = attend(case, inp, see, np.float64, lambda x: x, xp)
+    allowed = bounds(case, inp, see, dtypes, exact, xp)
+    found = {}
+    for name, value in got._asdict().items():
+        wanted, limit = getattr(exact, name), getattr(allowed, name)
+        if value is None or not value.size:
+            continue
+        assert value.shape == wanted.shape, f"{name}: shape {value.shape}, not {wanted.shape}"
+        value = value.astype(np.float64)
+        ratio = xp.where(value == wanted, 0.0, xp.abs(value - wanted) / limit)
+        ratio = xp.where(xp.isnan(ratio), np.inf, ratio)
+        ratio = xp.where(xp.abs(wanted) > LARGEST[dtypes[0]], 0.0, ratio) if name != "lse" else ratio
+        at = ratio.argmax()
+        found[name] = Worst(*(x.reshape(-1)[at] if x is not at else x for x in (ratio, at, value, wanted, limit)))
+    return found
 
 
 def judge(got: Result, case: Case, inp: Inputs, dtype: str, bias_dtype: str | None = None) -> Fault:
     """The element with the largest error against its bound; above 1 it is wrong."""
+    got = Result(*(None if x is None else np.asarray(x) for x in got))
     with np.errstate(all="ignore"):
-        exact, _ = oracle(case, inp)
-        allowed = bounds(case, inp, (dtype, bias_dtype or dtype), exact)
-    worst = Fault("", 0.0, "")
-    for name, value in got._asdict().items():
-        if value is None:
-            continue
-        value, wanted, limit = np.asarray(value).astype(np.float64), getattr(exact, name), getattr(allowed, name)
-        if value.shape != wanted.shape:
-            return Fault(name, np.inf, f"{name}: shape {value.shape}, not {wanted.shape}")
-        with np.errstate(invalid="ignore"):
-            ratio = np.where(value == wanted, 0.0, np.abs(value - wanted) / limit)
-        ratio = np.where(np.isnan(ratio), np.inf, ratio)
-        ratio = np.where(np.abs(wanted) > LARGEST[dtype], 0.0, ratio) if name != "lse" else ratio
-        if ratio.size and ratio.max() > worst.ratio:
-            at = np.unravel_index(ratio.argmax(), ratio.shape)
-            where = tuple(int(i) for i in at)
-            text = f"{name}{list(where)}: {value[at]:.9g}, exactly {wanted[at]:.9g}, allowed error {limit[at]:.3g}"
-            worst = Fault(name, float(ratio.max()), text)
-    return worst
+        found = measure(got, case, inp, visibility(case, inp), (dtype, bias_dtype or dtype))
+    return worst_of(found, got)
+
+
+def worst_of(found: dict[str, Worst], got: Result) -> Fault:
+    """The worst of the worst, in words."""
+    name = max(found, key=lambda name: found[name].ratio, default="")
+    if not name or not found[name].ratio > 0:
+        return Fault("", 0.0, "")
+    worst = found[name]
+    where = [int(i) for i in np.unravel_index(int(worst.at), getattr(got, name).shape)]
+    text = f"{name}{where}: {worst.got:.9g}, exactly {worst.wanted:.9g}, allowed error {worst.allowed:.3g}"
+    return Fault(name, float(worst.ratio), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +17,7 @@ from compare import Result
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import jax_fa4
-from fuzz.judge import judge
+from fuzz.judge import Fault, judge
 from fuzz.trial import Signature, Trial, trials
 from fuzz.wrong import WRONG
 from jax_fa4 import reference
@@ -60,9 +61,9 @@ def jitted(_: Signature, frozen: tuple) -> Any:
     return jax.jit(lambda first, rest, cotangents: call(first, rest, cotangents, dict(frozen)))
 
 
-def attend(trial: Trial) -> Result:
+def attend(trial: Trial, operands: tuple | None = None) -> Result:
     """The results of a right call, with one batch axis as the oracle has them."""
-    first, rest, cotangents = trial.operands()
+    first, rest, cotangents = operands or trial.operands()
     options = trial.options()
     first = [jax.numpy.asarray(x) for x in first]
     rest = {k: jax.numpy.asarray(x) if k in DIFFERENTIABLE else x for k, x in rest.items()}
@@ -100,9 +101,16 @@ def refused(trial: Trial) -> None:
     raise AssertionError(f"{trial.wrong}: not refused")
 
 
-def check(trial: Trial, tally: Tally) -> None:
+def judged(trial: Trial) -> Fault:
+    """Runs a right call and judges it."""
+    dtype = trial.signature.dtype
+    return judge(attend(trial), trial.case, trial.arrays, dtype, "float32" if trial.signature.wide_bias else dtype)
+
+
+def check(trial: Trial, tally: Tally, judged: Callable[[Trial], Fault] = judged) -> None:
     """Right or refused; fails with the trial, which can be pasted back."""
-    x64 = jax.enable_x64(True) if trial.signature.dtype == "float64" else nullcontext()
+    dtype = trial.signature.dtype
+    x64 = jax.enable_x64(True) if dtype == "float64" else nullcontext()
     tally.signatures.add(trial.signature)
     with x64:
         if trial.wrong is not None:
@@ -110,16 +118,25 @@ def check(trial: Trial, tally: Tally) -> None:
             tally.refused += 1
             tally.kinds[trial.wrong] += 1
             return
-        dtype = trial.signature.dtype
-        bias_dtype = "float32" if trial.signature.wide_bias else dtype
-        worst = judge(attend(trial), trial.case, trial.arrays, dtype, bias_dtype)
+        worst = judged(trial)
     key = f"{worst.name} {dtype}"
     tally.worst[key] = max(tally.worst.get(key, 0.0), worst.ratio)
     assert worst.ratio <= 1, f"{worst.text} ({worst.ratio:.3g} of the bound)"
     tally.right += 1
 
 
-def fuzz(cases: int, start: int, signatures: tuple[Signature, ...], tally: Tally, seconds: float = np.inf) -> None:
+@dataclass(frozen=True)
+class Run:
+    """How calls are drawn and judged."""
+
+    implementations: tuple = (None, "xla", ("fa4", "xla"))
+    judged: Callable[[Trial], Fault] = judged
+    shrink: bool = True
+
+
+def fuzz(
+    cases: int, start: int, signatures: tuple[Signature, ...], tally: Tally, seconds: float = np.inf, run: Run = Run()
+) -> None:
     """The same number of cases (`cases` in all) for each signature. Raises the first failure, shrunk. Begins no
     signature after `seconds`."""
     end = time.monotonic() + seconds
@@ -128,17 +145,21 @@ def fuzz(cases: int, start: int, signatures: tuple[Signature, ...], tally: Tally
             return
         share = cases * (i + 1) // len(signatures) - cases * i // len(signatures)
         if share:
-            _rounds(share, start + i, signature, tally)
+            rounds(share, start + i, signature, tally, run)
 
 
-def _rounds(cases: int, start: int, signature: Signature, tally: Tally) -> None:
+def rounds(cases: int, start: int, signature: Signature, tally: Tally, run: Run = Run(), end: float = np.inf) -> None:
+    """`cases` of one signature; none after the time `end`."""
+    phases = (Phase.generate, Phase.shrink) if run.shrink else (Phase.generate,)
+
     @seed(start)
     @settings(
-        max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink), print_blob=False,
+        max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=phases,
+        print_blob=False,
     )  # fmt: skip
-    @given(trials(signature))
+    @given(trials(signature, run.implementations))
     def one(trial: Trial) -> None:
-        check(trial, tally)
+        if time.monotonic() < end:
+            check(trial, tally, run.judged)
 
     one()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from problems import DTYPES
 
 from jax_fa4 import Unsupported
 
@@ -76,6 +77,17 @@ def _sinks(dtype: Any, more: int) -> Callable[[Arguments], None]:
     return lambda a: a.update(sinks=np.zeros(a["query"].shape[-2] + more, dtype))
 
 
+def _kernels_only(**depths: int) -> Callable[[Arguments], None]:
+    """implementation="fa4" with operands of these last axes."""
+
+    def spoil(a: Arguments) -> None:
+        for name, depth in depths.items():
+            a[name] = np.zeros((*a[name].shape[:-1], depth), DTYPES["bfloat16"])
+        a["implementation"] = "fa4"
+
+    return spoil
+
+
 WRONG: dict[str, Wrong] = {
     "key heads do not divide": Wrong(_both_longer(-2), ValueError, r"multiple of the number of key heads; \d"),
     "depths differ": Wrong(_grow("query", -1), ValueError, r"same depth; query has \d"),
@@ -119,4 +131,13 @@ WRONG: dict[str, Wrong] = {
     "causal number": Wrong(_set(is_causal=1), TypeError, "is_causal must be True or False; it is 1"),
     "kernels only, dense bias": Wrong(lambda a: (_scores("bias", np.float32)(a), a.update(implementation="fa4")),
                                       Unsupported, "dense bias|dtype float"),
+    "kernels only, dense mask": Wrong(lambda a: (_scores("mask", np.bool_)(a), a.update(implementation="fa4")),
+                                      Unsupported, "dense (bias|mask)|dtype float"),
+    "kernels only, depth of 12": Wrong(_kernels_only(query=12, key=12, value=8), Unsupported,
+                                       "depth 12 of query and key|dense"),
+    "kernels only, values of depth 264": Wrong(_kernels_only(query=8, key=8, value=264), Unsupported,
+                                               "depth 264 of value|dense"),
+    "kernels only, float32": Wrong(
+        lambda a: a.update({k: np.zeros(a[k].shape, np.float32) for k in ("query", "key", "value")},
+                           implementation="fa4"), Unsupported, "dtype float32"),
 }  # fmt: skip
