@@ -407,7 +407,10 @@ def several_devices(ctx: Any) -> bool:
     where = ctx.module_context.axis_context
     manual = getattr(where, "manual_axes", None)
     if manual is not None:
-        return any(size > 1 for axis, size in where.mesh.shape.items() if axis not in manual)
+        # In a shard_map inside another, jax 0.10.0 names the axes of the inner one alone; the types name all.
+        mesh = ctx.avals_in[0].sharding.mesh
+        typed = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
+        return any(size > 1 for axis, size in where.mesh.shape.items() if axis not in typed | set(manual))
     return getattr(where, "num_devices", 1) > 1
 
 
