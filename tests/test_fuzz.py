@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fuzz.judge import judge
+from compare import Result, visibility
+from fuzz import device, shares
+from fuzz.judge import judge, measure
 from fuzz.runner import Tally, attend, check
 from fuzz.trial import Trial, table
 from fuzz.wrong import WRONG
@@ -104,3 +106,94 @@ def test_a_sink_without_keys_learns_from_queries_that_exist():
     lse, pull = jax.vjp(call, jnp.array([0.5, -1.0]))
     assert np.array_equal(lse, [[[0.5, -1.0]] * 3])
     assert np.array_equal(pull(jnp.array([[[1.0, 2.0], [10.0, 20.0], [np.nan] * 2]]))[0], [11.0, 22.0])
+
+
+# ---- larger problems, judged on the device -------------------------------------------------------------------------
+
+
+def test_table_of_the_device_is_served_by_its_plans():
+    """Within the bound, every kind, both passes; the same each time."""
+    signatures = device.table(60, "sm_90a")
+    plans = device.plans(signatures, "sm_90a")
+    assert len(plans) <= 60 and {plan.direction for plan in plans} == {"fwd", "bwd"}
+    assert signatures == device.table(60, "sm_90a") and len(signatures) == len(set(signatures)) > 60
+    assert {(s.shape[-2:], s.dtype) for s in signatures} == {((k.d, k.v), k.dtype) for k in device.KINDS}
+    assert len(device.plans(device.table(10, "sm_90a"), "sm_90a")) <= 10
+
+
+def large(**changes) -> Trial:
+    """A right call of the larger kind, with everything that kernels take."""
+    kind = device.Kind(16, 16, "band segments cap sinks", "bfloat16", True)
+    sig = device.signature(kind, ((2,), 70, 90, 4, 2), np.random.default_rng(0))
+    sig = replace(sig, lengths=True, residual=True, scale="traced", jit=False)
+    made = Trial(
+        sig, True, (40, 0), True, (70, 33), (90, 41), "int32", 0.3, 4.0, "normal", 1.0, False, True, "xla", 12, None
+    )
+    return replace(made, **changes)
+
+
+def test_the_judge_on_the_device_is_the_judge():
+    trial = large()
+    got = attend(trial)
+    here = measure(
+        Result(*(None if x is None else np.asarray(x) for x in got)), trial.case, trial.arrays,
+        visibility(trial.case, trial.arrays), ("bfloat16", "bfloat16"),
+    )  # fmt: skip
+    there = device.measured(trial, got)
+    assert set(here) == set(there) and len(here) == 7
+    for name, one in here.items():
+        assert 0 < one.ratio < 1 and np.allclose(one.ratio, there[name].ratio, rtol=1e-6), name
+        assert np.allclose([one.got, one.wanted, one.allowed], there[name][2:], rtol=1e-9), name
+    other = replace(trial, kv_lens=(89, 41))
+    assert max(x.ratio for x in device.measured(other, got).values()) > 1
+
+
+def test_repeats_and_operands_are_compared(monkeypatch):
+    """Another bit in a repeat, and an operand that was written to, are faults."""
+    trial = large()
+    assert device.judged(trial).ratio <= 1
+    results, turn = attend(trial), iter(range(100))
+
+    def drifting(trial, operands):
+        return results._replace(dk=np.asarray(results.dk, np.float32) + (next(turn) % 2))
+
+    monkeypatch.setattr(device.runner, "attend", drifting)
+    with pytest.raises(AssertionError, match="dk: other bits in a repeat"):
+        device.judged(trial)
+
+    def spoiling(trial, operands):
+        operands[0][1] = operands[0][1] * 2
+        return results
+
+    monkeypatch.setattr(device.runner, "attend", spoiling)
+    with pytest.raises(AssertionError, match="k was written to"):
+        device.judged(trial)
+
+
+def test_shared_run_of_the_larger_problems(tmp_path):
+    """By two processes; their results are put together."""
+    out = tmp_path / "fuzz.json"
+    command = [sys.executable, "tools/fuzz.py", "--implementation", "xla", "--cases", "6", "--seed", "3"]
+    command += ["--signatures", "2", "--jobs", "2", "--out", str(out)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stdout + run.stderr
+    result = json.loads(out.read_text())
+    assert result["cases"] == 6 and result["signatures"] == 2 and result["failures"] == []
+
+
+def test_a_process_that_dies_says_where():
+    code = "import sys, os; open(sys.argv[-1], 'w').write(os.environ['SAVED']); os._exit(9)"
+    saved = shares.result(Tally(), [], "Signature(7)")
+    os.environ["SAVED"] = json.dumps(saved)
+    try:
+        found = shares.together(shares.spread(["-c", code], 2, 5.0))
+    finally:
+        del os.environ["SAVED"]
+    assert len(found["failures"]) == 2 and all("exit status 9" in x and "Signature(7)" in x for x in found["failures"])
+
+
+def test_kernels_are_not_fuzzed_without_a_gpu(tmp_path):
+    command = [sys.executable, "tools/fuzz.py", "--implementation", "fa4", "--out", str(tmp_path / "x.json")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert run.returncode == 2 and "--precompile needs none" in run.stdout
