@@ -184,6 +184,25 @@ def test_signatures_hold_flaxs():
     assert list(inspect.signature(fa.attention_fn()).parameters)[:12] == before
 
 
+def test_input_positions_reach_a_function_that_names_them():
+    """Flax 0.12.12 has them; attention by positions that are all alike ignores them, turned ones do not."""
+    seen = []
+
+    def turning(query, key, value, input_positions=None, **rest):
+        seen.append(input_positions)
+        turned = query * jnp.cos(input_positions)[..., None, None]
+        return fa.attention_fn()(turned, key, value, **rest)
+
+    layer = fa.nnx.MultiHeadAttention(4, E, rngs=nnx.Rngs(0), decode=False, attention_fn=turning)
+    plain = fa.nnx.MultiHeadAttention(4, E, rngs=nnx.Rngs(0), decode=False)
+    places = jnp.broadcast_to(jnp.arange(X.shape[-2], dtype=jnp.float32), X.shape[:-1])
+    close(layer(X, input_positions=0 * places), plain(X))
+    assert np.abs(layer(X, input_positions=places) - plain(X)).max() > 1e-3
+    assert seen[-1] is places
+    with pytest.raises(ValueError, match=r"input_positions of shape \(.*would not reach"):
+        plain(X, input_positions=places)
+
+
 # ---- attention_fn in Flax's own modules -----------------------------------------------------------------------------
 
 

@@ -16,8 +16,9 @@ from compare import Result, visibility
 from fuzz import device, shares
 from fuzz.judge import judge, measure
 from fuzz.runner import Tally, attend, check
-from fuzz.trial import Trial, table
+from fuzz.trial import Trial, table, trials
 from fuzz.wrong import WRONG
+from hypothesis import given, settings
 from rules import ROOT
 
 import jax_fa4
@@ -119,6 +120,23 @@ def test_table_of_the_device_is_served_by_its_plans():
     assert signatures == device.table(60, "sm_90a") and len(signatures) == len(set(signatures)) > 60
     assert {(s.shape[-2:], s.dtype) for s in signatures} == {((k.d, k.v), k.dtype) for k in device.KINDS}
     assert len(device.plans(device.table(10, "sm_90a"), "sm_90a")) <= 10
+
+
+def test_lengths_of_the_larger_problems_fit_their_dtype():
+    """Found on the card, 2026-11-30: a length of 384 was drawn as uint8, which numpy refuses."""
+    one_of = next(sig for sig in device.table(60, "sm_90a") if sig.shape[2] == 600)
+    sig = replace(one_of, lengths=True, jit=False)
+    seen = set()
+
+    @settings(max_examples=60, database=None, deadline=None)
+    @given(trials(sig, ("fa4",)))
+    def one(trial: Trial) -> None:
+        trial.operands()
+        seen.add(trial.int_dtype)
+        seen.update((max(trial.kv_lens or (0,)) > 255, trial.kv_lens is not None and 64 in trial.kv_lens))
+
+    one()
+    assert seen == {"int32", "int64", "uint16", True, False}
 
 
 def large(**changes) -> Trial:

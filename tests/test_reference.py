@@ -329,7 +329,11 @@ def test_broadcast_masks_equal_full_ones():
         mask = np.random.default_rng(3).random(shape) > 0.4
         full = np.broadcast_to(mask, (4, 4, 32, 32))
         got, want = (run(replace(case, mask=x.shape), replace(inp, mask=x), "float16") for x in (mask, full))
-        assert all(np.array_equal(x, y) for x, y in zip(got[:5], want[:5], strict=True)), shape
+        assert all(np.array_equal(x, y) for x, y in zip(got[:2], want[:2], strict=True)), shape
+        # Two programs: XLA of jax 0.12 sums dq and dk in another order in one of them, which may round otherwise.
+        for x, y in zip(got[2:5], want[2:5], strict=True):
+            x, y = np.asarray(x), np.asarray(y)
+            assert (np.abs(x - y) <= np.spacing(np.abs(y)) + np.finfo(np.float32).eps * 64).all(), shape
 
 
 @pytest.mark.parametrize("s", [1, 8, 63, 65, 129])

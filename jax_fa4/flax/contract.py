@@ -223,12 +223,18 @@ class Call:
     mask: Mask | None  # the caller's mask, the module's window, the cache
     is_causal: bool  # apart, because Flax's functions have an argument for it
     options: dict[str, Any]  # Flax's arguments; None or a default where they are off
-    extras: dict[str, Any]  # logits_soft_cap, sinks, deterministic_backward
+    extras: dict[str, Any]  # logits_soft_cap, sinks, deterministic_backward, input_positions; None where they are off
 
     def run(self, fn: Callable[..., Array], query: Array, key: Array, value: Array) -> Array:
         """Calls `fn` with what it names. What is in use and has no name there is folded into the mask or refused."""
         options = {**self.options, **{k: v for k, v in self.extras.items() if v is not None}}
         if isinstance(fn, AttentionFn):
+            if "input_positions" in options:
+                raise ValueError(
+                    f"input_positions of shape {jnp.shape(options['input_positions'])} would not reach jax_fa4.flax."
+                    "attention_fn(), which knows no positions; give an attention_fn that rotates query and key by them"
+                    " and then calls it"
+                )
             return fn(query, key, value, mask=self.mask, is_causal=self.is_causal, **options)
         names, takes_all = _named(fn)
         passed: dict[str, Any] = {}

@@ -94,8 +94,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool | None = None,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: Array | None = None,
     ) -> Array:
-        """Flax's call; `mask` may be lazy, and `is_causal` falls back to the constructor's."""
+        """Flax's call; `mask` may be lazy, and `is_causal` falls back to the constructor's. `input_positions` go to an
+        `attention_fn` that names them (Flax 0.12.12's rotary one); `jax_fa4.flax.attention_fn()` does not."""
         if inputs_k is None and inputs_v is not None:
             raise ValueError(
                 "inputs_v is given without inputs_k; give the one array as inputs_k where both are the same"
@@ -131,7 +133,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         }  # fmt: skip
         extras = {
             "logits_soft_cap": self.logits_soft_cap, "sinks": None if self.sinks is None else self.sinks[...],
-            "deterministic_backward": self.deterministic_backward,
+            "deterministic_backward": self.deterministic_backward, "input_positions": input_positions,
         }  # fmt: skip
         call = contract.Call(visible, bool(is_causal), options, extras)
         x = poison(call.run(self.attention_fn, query, key, value), past_end)

@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fuzz import device, runner
 from fuzz.trial import Signature
 
@@ -34,11 +36,12 @@ def share(
         try:
             now = time.monotonic()
             runner.rounds(cases, seed + i, sig, tally, run, now + (end - now) / (len(signatures) - i))
-        except AssertionError as error:
+        except Exception as error:
             failures.append(told(error))
-        except Exception as error:  # a crash: nothing after it on this device can be trusted
-            failures.append(told(error))
-            break
+            if isinstance(
+                error, jax.errors.JaxRuntimeError
+            ):  # a crash: nothing after it on this device is to be trusted
+                break
         if time.monotonic() > end:
             break
     made = result(tally, failures, None)

@@ -231,7 +231,7 @@ def trials(draw: Callable, sig: Signature, implementations: tuple) -> Trial:
     half = sig.dtype == "float16"  # spreads above 1 overflow its gradients
     return Trial(
         sig, causal, window, bottom, q_lens, kv_lens,
-        draw(st.sampled_from(("int32", "int64", "uint8"))) if not sig.jit else "int32",
+        draw(st.sampled_from(("int32", "int64", "uint8" if max(t, s) < 256 else "uint16"))) if not sig.jit else "int32",
         scale, cap, draw(st.sampled_from(FILLS)),
         draw(st.sampled_from((0.0, 0.25, 1.0) if half else (0.0, 0.25, 1.0, 4.0))),
         draw(st.booleans()), draw(st.booleans()),
