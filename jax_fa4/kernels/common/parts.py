@@ -101,9 +101,9 @@ def label(plan: Plan) -> str:
     return "_".join(["fa4", plan.direction, plan.arch, depths, *mask, *(name for name, has in have.items() if has)])
 
 
-def labelled(kernel: Any, plan: Plan) -> Any:
-    """The device function, whose symbol in the object will start with the plan's label."""
-    kernel.set_name_prefix(label(plan))
+def labelled(kernel: Any, plan: Plan, part: str = "") -> Any:
+    """The device function, whose symbol in the object will start with the plan's label, and what it is of the call."""
+    kernel.set_name_prefix(label(plan) + f"_{part}" * bool(part))
     return kernel
 
 

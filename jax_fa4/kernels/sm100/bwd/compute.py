@@ -23,7 +23,7 @@ CHUNK = 8  # 16-bit numbers of one 16-byte store
 
 
 @cute.jit
-def _statistics(ctx, at, which: cutlass.Constexpr, first):
+def statistics(ctx, at, which: cutlass.Constexpr, first):
     """WORD statistics, LSE in base 2 (0) or delta (1), of the queries from `first` on."""
     n = ctx.plan.tile
     found = cute.make_rmem_tensor(WORD, Float32)
@@ -32,7 +32,7 @@ def _statistics(ctx, at, which: cutlass.Constexpr, first):
     return found
 
 
-def _rounded(plan, line):
+def rounded(plan, line):
     """(the numbers in 16 bits, the same registers as words)."""
     count, kind = cute.size(line), DTYPES[plan.dtype]
     words = cute.make_rmem_tensor(count // 2, Float32)
@@ -41,12 +41,12 @@ def _rounded(plan, line):
     return half, words
 
 
-def _piece(line, first, count):
+def piece(line, first, count):
     return cute.make_tensor(line.iterator + first, cute.make_layout(count))
 
 
 @cute.jit
-def _cap(ctx, line):
+def cap(ctx, line):
     """tanh(scale * score / cap) in place, as 1 - 2 / (1 + exp 2x), as in the forward."""
     grown = ctx.cap[0] * (2.0 * LOG2_E)
     for c in cutlass.range_constexpr(cute.size(line)):
@@ -54,13 +54,35 @@ def _cap(ctx, line):
 
 
 @cute.jit
+def exponentials(part, lse, scale, to):
+    """P of a part of a row of scores."""
+    for j in cutlass.range_constexpr(0, cute.size(part), 2):
+        pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
+        for i in cutlass.range_constexpr(2):
+            to[j + i] = cute.math.exp2(pair[i], fastmath=True)
+
+
+@cute.jit
+def capped(part, weights):
+    """P (1 - tanh^2) in tanh's place, which is what dP - delta is multiplied with. A hidden score's -inf stands for
+    tanh there, so its factor is held at 0: 0 * inf does not arise."""
+    for j in cutlass.range_constexpr(cute.size(part)):
+        part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
+
+
+@cute.jit
+def differences(part, slope, delta):
+    """dS in place of P."""
+    for j in cutlass.range_constexpr(0, cute.size(part), 2):
+        pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
+        part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
+
+
+@cute.jit
 def _weigh(ctx, m, group, thread, stats_at, ids):
     """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
 
-    ids: (the key's segment, its queries' by lane), or None.
-
-    With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
-    stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
+    ids: (the key's segment, its queries' by lane), or None. With a soft cap what `capped` makes is given back.
     """
     plan = ctx.plan
     half = plan.tile // 2
@@ -68,26 +90,22 @@ def _weigh(ctx, m, group, thread, stats_at, ids):
     tmem.loaded()
     scale = ctx.scale * LOG2_E
     if const_expr(plan.soft_cap):
-        _cap(ctx, line)
+        cap(ctx, line)
         scale = ctx.cap[1] * LOG2_E
     if not covered(ctx, m):
         bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + half * group)
         for c in cutlass.range_constexpr(0, half, WORD):
-            hide(plan, _piece(line, c, WORD), c, bounds)
+            hide(plan, piece(line, c, WORD), c, bounds)
     if const_expr(plan.segments):
         hide_others(line, *ids)
     for c in cutlass.range_constexpr(0, half, WORD):
-        part, lse = _piece(line, c, WORD), _statistics(ctx, stats_at, 0, half * group + c)
+        part, lse = piece(line, c, WORD), statistics(ctx, stats_at, 0, half * group + c)
         weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
-        for j in cutlass.range_constexpr(0, WORD, 2):
-            pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
-            for i in cutlass.range_constexpr(2):
-                weights[j + i] = cute.math.exp2(pair[i], fastmath=True)
-        _, words = _rounded(plan, weights)
+        exponentials(part, lse, scale, weights)
+        _, words = rounded(plan, weights)
         tmem.write(ctx.tmem + (plan.at("p0") + half * group + c // 2), words, thread)
         if const_expr(plan.soft_cap):
-            for j in cutlass.range_constexpr(WORD):
-                part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
+            capped(part, weights)
     tmem.stored()
     before_arrive()
     arrive_warp(ctx.full["probs"])
@@ -102,13 +120,11 @@ def _differ(ctx, line, group, thread, stats_at):
     chunks = cute.flat_divide(ctx.ds, (1, CHUNK))
     for c in cutlass.range_constexpr(0, half, WORD):
         slope = tmem.read(ctx.tmem + (plan.at("dp") + half * group + c), WORD, thread)
-        delta = _statistics(ctx, stats_at, 1, half * group + c)
+        delta = statistics(ctx, stats_at, 1, half * group + c)
         tmem.loaded()
-        part = _piece(line, c, WORD)
-        for j in cutlass.range_constexpr(0, WORD, 2):
-            pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
-            part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
-        small, words = _rounded(plan, part)
+        part = piece(line, c, WORD)
+        differences(part, slope, delta)
+        small, words = rounded(plan, part)
         tmem.write(ctx.tmem + (plan.at("ds0") + half * group + c // 2), words, thread)
         for j in cutlass.range_constexpr(0, WORD, CHUNK):
             source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
@@ -120,11 +136,13 @@ def _differ(ctx, line, group, thread, stats_at):
 
 
 @cute.jit
-def _lay_down(ctx, name: cutlass.Constexpr, group, thread, factor, alive):
-    """The thread's half of its row of dK or dV, in the caller's dtype, into K's or V's place; 0 where nobody looked."""
-    plan = ctx.plan
+def lay_down(ctx, name: cutlass.Constexpr, shared, who, factor, alive):
+    """A thread's half of its row of a gradient, in the caller's dtype, into `shared`; 0 where nobody looked.
+
+    who: (the thread's group, its row).
+    """
+    plan, (group, thread) = ctx.plan, who
     width = plan.depth_of(name) // 2
-    shared = ctx.dk[2] if const_expr(name == "dk") else ctx.dv[2]
     chunks = cute.flat_divide(shared[None, None, 0], (1, CHUNK))
     for c in cutlass.range_constexpr(0, width, WORD):
         line = cute.make_rmem_tensor(WORD, Float32)
@@ -133,7 +151,7 @@ def _lay_down(ctx, name: cutlass.Constexpr, group, thread, factor, alive):
             found = tmem.read(ctx.tmem + (plan.at(name) + width * group + c), WORD, thread)
             tmem.loaded()
             line.store(found.load() * factor)
-        small, _ = _rounded(plan, line)
+        small, _ = rounded(plan, line)
         for j in cutlass.range_constexpr(0, WORD, CHUNK):
             source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
             cute.autovec_copy(source, chunks[None, None, thread, (width * group + c + j) // CHUNK])
@@ -165,8 +183,8 @@ def compute(ctx):
     if total > 0:
         cute.arch.mbarrier_wait(ctx.full["final"], 0)
         after_wait()
-    _lay_down(ctx, "dv", group, thread, Float32(1.0), total > 0)
-    _lay_down(ctx, "dk", group, thread, ctx.scale, total > 0)
+    lay_down(ctx, "dv", ctx.dv[2], (group, thread), Float32(1.0), total > 0)
+    lay_down(ctx, "dk", ctx.dk[2], (group, thread), ctx.scale, total > 0)
     before_arrive()  # tensor memory has been read; the caller signals that it may go
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=MEET, number_of_threads=2 * GROUP)

@@ -24,10 +24,10 @@ from jax_fa4.kernels.sm100.bwd import post, products
 from jax_fa4.kernels.sm100.bwd.compute import compute
 from jax_fa4.kernels.sm100.bwd.context import Context
 from jax_fa4.kernels.sm100.bwd.load import load
+from jax_fa4.kernels.sm100.bwd.mask import example_band
 from jax_fa4.kernels.sm100.bwd.mma import multiply
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind
 from jax_fa4.kernels.sm100.bwd.reduce import reduce
-from jax_fa4.mask import Band
 
 FREE = 3  # named barrier: dK, dV and every dQ have been read, tensor memory may go
 FREE_THREADS = 3 * GROUP + WARP
@@ -42,15 +42,6 @@ def _shared(plan, memory):
     form = products.tiles(plan, plan.tile, 1)
     ds = memory.allocate_tensor(DTYPES[plan.dtype], form.outer, byte_alignment=1024, swizzle=form.inner)
     return made, ds[None, None, 0]
-
-
-@cute.jit
-def _band(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
 
 
 @cute.jit
@@ -152,7 +143,7 @@ def backward(
         cute.arch.griddepcontrol_wait()
     index = _take(tickets, memory, cute.arch.block_idx()[0], plan)
     tile, kv_head, batch = _work(plan, index, up(keys, plan.tile), kv_heads)
-    band = _band(ints, batch, queries, keys)
+    band = example_band(ints, batch, queries, keys)
     first, last = query_tiles(tile, (plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
     first, last, segments = Int32(first), Int32(last), None
     if const_expr(plan.segments):

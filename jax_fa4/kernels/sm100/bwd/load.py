@@ -9,7 +9,7 @@ from jax_fa4.kernels.common.ring import start, step, wait
 
 
 @cute.jit
-def _fetch_line(source, to, barrier, nbytes: cutlass.Constexpr):
+def fetch_line(source, to, barrier, nbytes: cutlass.Constexpr):
     """Starts a plain bulk copy of consecutive bytes, which complete on `barrier`."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
@@ -40,7 +40,7 @@ def load(ctx):
             fetch(copy_q, m, ctx.full["q"], q_at, sizes["q"])
             wait(ctx.empty["stats"], stats_at)
             source, to = ctx.stats + (line + m) * (2 * n), ctx.held + stats_at.index * (2 * n)
-            _fetch_line(source, to, ctx.full["stats"] + stats_at.index, sizes["stats"])
+            fetch_line(source, to, ctx.full["stats"] + stats_at.index, sizes["stats"])
             if begin:
                 copy_v = views(ctx.v, (n, plan.inner_value), ctx.kv_head, ctx.batch)
                 fetch(copy_v, ctx.tile, ctx.full["v"], start(0), sizes["v"])

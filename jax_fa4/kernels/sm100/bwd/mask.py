@@ -1,14 +1,24 @@
-"""-inf for the hidden scores of one thread: one key, consecutive queries."""
+"""Who sees whom: an example's band, and -inf for the hidden scores of one thread: one row, consecutive columns."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
+from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.tiles import all_keys_visible
-from jax_fa4.mask import queries_seeing
+from jax_fa4.mask import Band, keys_seen, queries_seeing
 
 WORD = 32  # columns whose visibility one register holds
 FAR = 1 << 30
+
+
+@cute.jit
+def example_band(ints, batch, queries, keys):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
+    at = VALUES.example(batch)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
+    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
+    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
 
 
 def _from(column):
@@ -20,10 +30,11 @@ def _from(column):
     )
 
 
-def covered(ctx, m):
-    """Whether every pair of the key tile and query tile m is seen, not counting queries past q_len (LSE +inf)."""
+def covered(ctx, m, tile=None):
+    """Whether every pair of key tile `tile` (the CTA's) and query tile m is seen, but for queries past q_len (LSE
+    +inf)."""
     n = ctx.plan.tile
-    top, key = m * n, ctx.tile * n
+    top, key = m * n, (ctx.tile if tile is None else tile) * n
     return all_keys_visible((top, top + n - 1), (key, key + n - 1), ctx.band, ctx.plan.band)
 
 
@@ -37,6 +48,15 @@ def limits(ctx, key, query):
     if key >= ctx.band.kv_len:
         end = Int32(-FAR)
     return begin, end
+
+
+@cute.jit
+def key_limits(ctx, query, key):
+    """[begin, end) of the columns that `query` sees, column 0 being `key`."""
+    begin, end = Int32(-FAR), ctx.band.kv_len
+    if const_expr(ctx.plan.band):
+        begin, end = keys_seen(query, query, ctx.band, cutlass.min, cutlass.max)
+    return begin - key, end - key
 
 
 @cute.jit

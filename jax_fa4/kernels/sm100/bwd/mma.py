@@ -8,41 +8,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.bwd import products
-from jax_fa4.kernels.sm100.bwd.plan import WARP
+from jax_fa4.kernels.sm100.bwd.clear import clear
 from jax_fa4.kernels.sm100.sync import after_wait, commit
 
 
 @cute.jit
-def _clear(plan: cutlass.Constexpr, shared, length, top, whole, thread):
-    """Zeroes the rows of a tile from `length` on, counted from `top`; past `whole` TMA read zeros already.
-
-    What stands there may be anything: scores and weights of hidden pairs are 0, and 0 * NaN would reach the sums.
-    """
-    rest = length - top
-    if (rest < plan.tile) & (length < whole):
-        columns = cute.size(shared, mode=[1]) // 8
-        chunks = cute.flat_divide(shared, (1, 8))  # 16 bytes stay together in any swizzle
-        zero = cute.make_rmem_tensor((1, 8), DTYPES[plan.dtype])
-        zero.fill(0.0)
-        begin = cutlass.max(rest, 0) * columns
-        for n in cutlass.range(begin + thread % WARP, plan.tile * columns, WARP, unroll=1):
-            cute.autovec_copy(zero, chunks[None, None, n // columns, n % columns])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-
-
-@cute.jit
 def _clear_queries(ctx, shared, m):
-    _clear(ctx.plan, shared, ctx.band.q_len, m * ctx.plan.tile, ctx.queries, ctx.thread)
+    clear(ctx, shared, ctx.band.q_len, m * ctx.plan.tile, ctx.queries)
 
 
 @cute.jit
 def _clear_keys(ctx, shared):
-    _clear(ctx.plan, shared[None, None, 0], ctx.band.kv_len, ctx.tile * ctx.plan.tile, ctx.keys, ctx.thread)
+    clear(ctx, shared[None, None, 0], ctx.band.kv_len, ctx.tile * ctx.plan.tile, ctx.keys)
 
 
 def _fresh(plan, operand, n):

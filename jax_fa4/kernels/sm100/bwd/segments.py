@@ -15,13 +15,19 @@ def key_id(ctx, key):
 
 
 @cute.jit
+def ids_from(ids, first, length, count: cutlass.Constexpr):
+    """Every 32nd of `count` ids from `first` on; past `length` the last one."""
+    found = cute.make_rmem_tensor(count // LANES, Int32)
+    for n in cutlass.range_constexpr(cute.size(found)):
+        found[n] = ids[cutlass.min(first + LANES * n, length - 1)]
+    return found
+
+
+@cute.jit
 def query_ids(ctx, first, count: cutlass.Constexpr):
     """Ids of the queries first + lane + 32 n, before they are wanted. Past T the last id stands in."""
     of_queries, _ = ctx.segments
-    found = cute.make_rmem_tensor(count // LANES, Int32)
-    for n in cutlass.range_constexpr(cute.size(found)):
-        found[n] = of_queries[cutlass.min(first + LANES * n + ctx.thread % LANES, ctx.queries - 1)]
-    return found
+    return ids_from(of_queries, first + ctx.thread % LANES, ctx.queries, count)
 
 
 @cute.jit

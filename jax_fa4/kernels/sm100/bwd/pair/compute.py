@@ -10,18 +10,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from jax_fa4.kernels.common.copies import put, views
-from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.sm100 import tmem
+from jax_fa4.kernels.sm100.bwd.compute import (
+    CHUNK,
+    LOG2_E,
+    MEET,
+    cap,
+    capped,
+    differences,
+    exponentials,
+    lay_down,
+    rounded,
+)
 from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
-
-LOG2_E = 1.4426950408889634
-MEET = 1  # named barrier of the compute warps
-CHUNK = 8  # 16-bit numbers of one 16-byte store
-
 
 @cute.jit
 def _statistics(ctx, at, which: cutlass.Constexpr, first):
@@ -31,23 +36,6 @@ def _statistics(ctx, at, which: cutlass.Constexpr, first):
     source = (ctx.held + (at.index * (2 * n) + which * n + first)).align(16)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(ctx.plan.unit)), found)
     return found
-
-
-def _rounded(plan, line):
-    """(the numbers in 16 bits, the same registers as words)."""
-    count, kind = cute.size(line), DTYPES[plan.dtype]
-    words = cute.make_rmem_tensor(count // 2, Float32)
-    half = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=kind), cute.make_layout(count))
-    half.store(line.load().to(kind))
-    return half, words
-
-
-@cute.jit
-def _cap(ctx, line):
-    """tanh(scale * score / cap) in place, as 1 - 2 / (1 + exp 2x), as in the forward."""
-    grown = ctx.cap[0] * (2.0 * LOG2_E)
-    for c in cutlass.range_constexpr(cute.size(line)):
-        line[c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(line[c] * grown, fastmath=True))
 
 
 def _mine(plan, group, i):
@@ -60,10 +48,7 @@ def _weigh(ctx, top, group, thread, stats, ids):
     """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
 
     top: the part's first query. stats: (place in the ring, the part's first query in its tile). ids: (the key's
-    segment, its queries' by lane for each unit), or None.
-
-    With a soft cap P (1 - tanh^2) is given back, which is what dP - delta is multiplied with. A hidden score's -inf
-    stands for tanh there, so its factor is held at 0: 0 * inf does not arise.
+    segment, its queries' by lane for each unit), or None. With a soft cap what `capped` makes is given back.
     """
     plan = ctx.plan
     unit = plan.unit
@@ -74,7 +59,7 @@ def _weigh(ctx, top, group, thread, stats, ids):
     scale = ctx.scale * LOG2_E
     if const_expr(plan.soft_cap):
         for i in cutlass.range_constexpr(2):
-            _cap(ctx, lines[i])
+            cap(ctx, lines[i])
         scale = ctx.cap[1] * LOG2_E
     if not covered(ctx, top // plan.tile):
         bounds = limits(ctx, ctx.tile * plan.tile + thread, top + _mine(plan, group, 0))
@@ -86,15 +71,11 @@ def _weigh(ctx, top, group, thread, stats, ids):
     for i in cutlass.range_constexpr(2):
         part, lse = lines[i], _statistics(ctx, stats[0], 0, stats[1] + _mine(plan, group, i))
         weights = cute.make_rmem_tensor(unit, Float32) if const_expr(plan.soft_cap) else part
-        for j in cutlass.range_constexpr(0, unit, 2):
-            pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
-            for k in cutlass.range_constexpr(2):
-                weights[j + k] = cute.math.exp2(pair[k], fastmath=True)
-        _, words = _rounded(plan, weights)
+        exponentials(part, lse, scale, weights)
+        _, words = rounded(plan, weights)
         tmem.write(ctx.tmem + (plan.at("p") + unit * group + unit // 2 * i), words, thread)
         if const_expr(plan.soft_cap):
-            for j in cutlass.range_constexpr(unit):
-                part[j] = weights[j] * cute.arch.fmax(1.0 - part[j] * part[j], Float32(0.0))
+            capped(part, weights)
     tmem.stored()
     before_arrive()
     arrive_warp(ctx.full["probs"], plan.leader)
@@ -111,10 +92,8 @@ def _differ(ctx, lines, group, thread, stats):
         delta = _statistics(ctx, stats[0], 1, stats[1] + _mine(plan, group, i))
         tmem.loaded()
         part = lines[i]
-        for j in cutlass.range_constexpr(0, plan.unit, 2):
-            pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
-            part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
-        small, words = _rounded(plan, part)
+        differences(part, slope, delta)
+        small, words = rounded(plan, part)
         tmem.write(ctx.tmem + (plan.at("ds") + plan.unit * group + plan.unit // 2 * i), words, thread)
         made.append(small)
     tmem.stored()
@@ -166,25 +145,6 @@ def _hand_over(ctx, small, group, thread, n, part: cutlass.Constexpr):
 
 
 @cute.jit
-def _lay_down(ctx, name: cutlass.Constexpr, group, thread, factor, alive):
-    """The thread's half of its row of dK or dV, in the caller's dtype, into K's or V's place; 0 where nobody looked."""
-    plan = ctx.plan
-    width, most = plan.depth_of(name) // 2, 32
-    chunks = cute.flat_divide(ctx.maps[name][2][None, None, 0], (1, CHUNK))
-    for c in cutlass.range_constexpr(0, width, most):
-        line = cute.make_rmem_tensor(most, Float32)
-        line.fill(0.0)
-        if alive:
-            found = tmem.read(ctx.tmem + (plan.at(name) + width * group + c), most, thread)
-            tmem.loaded()
-            line.store(found.load() * factor)
-        small, _ = _rounded(plan, line)
-        for j in cutlass.range_constexpr(0, most, CHUNK):
-            source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
-            cute.autovec_copy(source, chunks[None, None, thread, (width * group + c + j) // CHUNK])
-
-
-@cute.jit
 def compute(ctx):
     plan = ctx.plan
     group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
@@ -215,8 +175,8 @@ def compute(ctx):
     if total > 0:
         cute.arch.mbarrier_wait(ctx.full["dq"], (total & 1) ^ 1)  # the last product
         after_wait()
-    _lay_down(ctx, "dv", group, thread, Float32(1.0), total > 0)
-    _lay_down(ctx, "dk", group, thread, ctx.scale, total > 0)
+    lay_down(ctx, "dv", ctx.maps["dv"][2], (group, thread), Float32(1.0), total > 0)
+    lay_down(ctx, "dk", ctx.maps["dk"][2], (group, thread), ctx.scale, total > 0)
     before_arrive()  # tensor memory has been read; the caller signals that it may go
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=MEET, number_of_threads=2 * GROUP)

@@ -23,6 +23,7 @@ from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
+from jax_fa4.kernels.sm100.bwd.mask import example_band
 from jax_fa4.kernels.sm100.bwd.pair import post, products
 from jax_fa4.kernels.sm100.bwd.pair.compute import compute
 from jax_fa4.kernels.sm100.bwd.pair.context import Context
@@ -31,7 +32,6 @@ from jax_fa4.kernels.sm100.bwd.pair.mma import multiply
 from jax_fa4.kernels.sm100.bwd.pair.plan import LOADED, STORED, bind
 from jax_fa4.kernels.sm100.bwd.pair.reduce import reduce
 from jax_fa4.kernels.sm100.sync import meet
-from jax_fa4.mask import Band
 
 STARTING = 128  # registers a thread has at the start: all there are, over 512 threads
 
@@ -46,7 +46,7 @@ def _shared(plan, memory):
 
 
 @cute.jit
-def _init_barriers(plan: cutlass.Constexpr, full, empty, rank):
+def init_barriers(plan: cutlass.Constexpr, full, empty, rank):
     """By one warp of the CTA; the caller then fences and synchronises the cluster."""
     with cute.arch.elect_one():
         for ring in plan.rings:
@@ -54,15 +54,6 @@ def _init_barriers(plan: cutlass.Constexpr, full, empty, rank):
                 cute.arch.mbarrier_init(full[ring.name] + stage, plan.arrivals(ring, rank))
                 if const_expr(ring.empty > 0):
                     cute.arch.mbarrier_init(empty[ring.name] + stage, ring.empty)
-
-
-@cute.jit
-def _band(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
 
 
 @cute.jit
@@ -154,7 +145,7 @@ def backward(
     tmem_at = memory.allocate_array(Int32, 1)
     ticket = memory.allocate_array(Int32, 1) if const_expr(plan.ordered) else None
     if warp == plan.LOAD:
-        _init_barriers(plan, full, empty, rank)
+        init_barriers(plan, full, empty, rank)
     if warp == plan.MMA:
         cute.arch.alloc_tmem(tensor_memory.COLUMNS, tmem_at, is_two_cta=True)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
@@ -166,7 +157,7 @@ def backward(
     meet()
     # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
     pair, kv_head, batch = work_item(_place(ticket, plan), up(keys, 2 * plan.tile), kv_heads, plan.ordered)
-    band = _band(ints, batch, queries, keys)
+    band = example_band(ints, batch, queries, keys)
     first, last = query_tiles(pair, (plan.tile, 2 * plan.tile), band, plan.band, cutlass.min, cutlass.max)
     first, last, segments = Int32(first), Int32(last), None
     if const_expr(plan.segments):

@@ -11,34 +11,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.sm100 import umma
+from jax_fa4.kernels.sm100.bwd.clear import clear
 from jax_fa4.kernels.sm100.bwd.pair import products
-from jax_fa4.kernels.sm100.bwd.pair.plan import WARP
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, wait_pair
 
 
 @cute.jit
-def _clear(ctx, shared, length, top, whole):
-    """Zeroes the rows of a tile from `length` on, counted from `top`; past `whole` TMA read zeros already.
-
-    What stands there may be anything: scores and weights of hidden pairs are 0, and 0 * NaN would reach the sums.
-    """
-    rest = length - top
-    rows, columns = cute.size(shared, mode=[0]), cute.size(shared, mode=[1]) // 8
-    if (rest < rows) & (length < whole):
-        chunks = cute.flat_divide(shared, (1, 8))  # 16 bytes stay together in any swizzle
-        zero = cute.make_rmem_tensor((1, 8), DTYPES[ctx.plan.dtype])
-        zero.fill(0.0)
-        begin = cutlass.max(rest, 0) * columns
-        for n in cutlass.range(begin + ctx.thread % WARP, rows * columns, WARP, unroll=1):
-            cute.autovec_copy(zero, chunks[None, None, n // columns, n % columns])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-
-
-@cute.jit
-def _tell(ctx, barrier):
+def tell(ctx, barrier):
     """Of the leader's barrier of that name: it is full here too."""
     if ctx.rank != ctx.plan.leader:
         arrive_warp(barrier, ctx.plan.leader, True)
@@ -50,7 +30,7 @@ def _keys(ctx, name: cutlass.Constexpr):
     cute.arch.mbarrier_wait(ctx.full[name], 0)
     tile = ctx.pair if const_expr(name == "kt") else ctx.tile
     shared = ctx.maps[name][2][None, None, 0]
-    _clear(ctx, shared, ctx.band.kv_len, tile * cute.size(shared, mode=[0]), ctx.keys)
+    clear(ctx, shared, ctx.band.kv_len, tile * cute.size(shared, mode=[0]), ctx.keys)
 
 
 @cute.jit
@@ -61,8 +41,8 @@ def _queries(ctx, name: cutlass.Constexpr, span, u):
     shared = ctx.maps[name][2][None, None, 0]
     rows = cute.size(shared, mode=[0])
     top = span * plan.span + (ctx.rank * rows if const_expr(rows < plan.span) else 0)
-    _clear(ctx, shared, ctx.band.q_len, top, ctx.queries)
-    _tell(ctx, ctx.full[name])
+    clear(ctx, shared, ctx.band.q_len, top, ctx.queries)
+    tell(ctx, ctx.full[name])
 
 
 @cute.jit
@@ -129,7 +109,7 @@ def _dq(ctx, n, more: cutlass.Constexpr):
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ctx.full["trade"], plan.tile_bytes("parcel"))
     wait_pair(ctx.full["trade"], n & 1)
-    _tell(ctx, ctx.full["trade"])
+    tell(ctx, ctx.full["trade"])
     if ctx.rank == plan.leader:
         wait_pair(ctx.full["square"], n & 1)
         if const_expr(more):

@@ -12,6 +12,7 @@ from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
 from jax_fa4.kernels.sm100.bwd import plan as single
+from jax_fa4.kernels.sm100.bwd.wide.plan import WidePlan, wanted, wide
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem
 
@@ -341,9 +342,13 @@ def registers_for(depth: int, **kinds: bool) -> tuple[int, int, int]:
     return ORDERED_REGISTERS if plain and kinds["ordered"] else PairPlan.registers
 
 
-def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | single.Plan:
-    """The plan for a backward problem: of pairs where that is worth it, else of single CTAs, or Unsupported."""
+def choose(problem: Problem, arch: str = "sm_100a") -> PairPlan | WidePlan | single.Plan:
+    """The plan for a backward problem: of pairs where that is worth it, else of single CTAs, or Unsupported; a sweep a
+    gradient at depths that these do not take."""
     spec = problem.spec
+    served = problem.dtype in KERNEL_DTYPES and arch in ARCHS and not (spec.bias or spec.mask)
+    if wanted(problem.d, problem.v) and served:
+        return wide(problem, arch)
     if not worth(problem) or problem.dtype not in KERNEL_DTYPES or spec.bias or spec.mask:
         return single.choose(problem, arch)  # or refuses what neither takes
     kinds = {"band": False, "segments": False, "soft_cap": spec.soft_cap, "ordered": spec.deterministic}

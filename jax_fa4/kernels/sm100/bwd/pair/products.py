@@ -22,11 +22,11 @@ from jax_fa4.kernels.sm100 import umma
 A_TURNED = 1 << 15  # of the instruction descriptor: A is MN-major
 
 
-def tiles(plan, box):
-    """One row-major tile of (rows, columns) in the swizzle that TMA writes; a third mode of one stage."""
+def tiles(plan, box, stages=1):
+    """Row-major tiles of (rows, columns) in the swizzle that TMA writes; a third mode of so many stages."""
     kinds = {128: tcgen05.SmemLayoutAtomKind.K_SW128, 64: tcgen05.SmemLayoutAtomKind.K_SW64}
     atom = tcgen05.make_smem_layout_atom(kinds[plan.swizzle(box)], DTYPES[plan.dtype])
-    return cute.tile_to_shape(atom, (*box, 1), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (*box, stages), order=(0, 1, 2))
 
 
 def _operand(plan, shared, major, shape):
