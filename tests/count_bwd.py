@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ PLANS = {
     "D128": (128, 128, False),
     "D192,128": (192, 128, False),
     "D128 pair": (128, 128, True),
+    "D256": (256, 256, True),
 }
 PARTS = {
     "operand reads": "#2f9c5a",
@@ -42,11 +44,12 @@ def chosen(depth: int, value_depth: int, pair: bool) -> tuple[Any, Any, int]:
 
     module = pairs if pair else single
     problem = Problem(AttentionSpec(), 1, 512, 256, 1, 1, depth, value_depth, "bfloat16", "bwd")
-    return module.choose(problem), module.bind, 2 if pair else 1
+    plan = module.choose(problem)
+    return plan, importlib.import_module(type(plan).__module__).bind, 2 if pair else 1
 
 
-def counted(plan: Any, bind: Any, queries: int, keys: int) -> Any:
-    """The main kernel's counters."""
+def counted(plan: Any, bind: Any, queries: int, keys: int) -> list[Any]:
+    """The counters of the main kernel, or of each sweep."""
     from emulated import ptx_of
     from emulator import run
     from launch import launches, to_emulator
@@ -58,36 +61,46 @@ def counted(plan: Any, bind: Any, queries: int, keys: int) -> Any:
     given = operands(plan, case, inputs(case, plan.dtype))
     shapes = {"B": 1, "T": queries, "S": keys, "N": 1, "K": 1}
     memory = {b.name: given[b.name] for b in plan.inputs} | empty_outputs(plan, shapes)
-    pre, main, _ = launches(plan, bind, shapes, ptx_of(plan))
+    pre, *mains = launches(plan, bind, shapes, ptx_of(plan))
     memory |= run(pre.ptx, to_emulator(pre), dict(memory)).check().outputs
-    return run(main.ptx, to_emulator(main, plan.roles), memory).check().counters
+    mains = mains[: len(getattr(plan, "sweeps", "-"))]
+    return [run(main.ptx, to_emulator(main, plan.roles), memory).check().counters for main in mains]
 
 
 def per_tile(plan: Any, bind: Any, ctas: int = 1) -> dict[str, float]:
-    """{resource: clocks} of one CTA's tile."""
-    from count import cycles
-
-    few, many = (counted(plan, bind, queries, 128 * ctas) for queries in (256, 512))
-    out: dict[str, dict[str, float]] = {}
-    for table in ("instructions", "amounts"):
-        less = getattr(few, table)
-        for role, counts in getattr(many, table).items():
-            change = {n: (x - less[role].get(n, 0)) / (2 * ctas) for n, x in counts.items()}
-            out.setdefault(role, {}).update(change)
-    return cycles(out)
+    """{resource: clocks} of one CTA's tile; of sweeps, of all of them."""
+    found = per_sweep(plan, bind, ctas)
+    return {name: sum(one[name] for one in found) for name in found[0]}
 
 
-def sorted_out(found: dict[str, float]) -> dict[str, float]:
+def per_sweep(plan: Any, bind: Any, ctas: int = 1) -> list[dict[str, float]]:
+    """{resource: clocks} of one CTA's tile of each main kernel: of two steps more, of queries or of a sweep's keys."""
+    from count import cycles, difference
+
+    own = 128 * ctas
+    few, more = counted(plan, bind, 256, own), counted(plan, bind, 512, own)
+    keys = counted(plan, bind, 256, 512) if hasattr(plan, "sweeps") else []
+    if keys:  # own is 256, so the first run is the same for either side
+        more = [k if sweep.by_query else q for sweep, q, k in zip(plan.sweeps, more, keys, strict=True)]
+    return [cycles(difference(a, b, 2 * ctas)) for a, b in zip(few, more, strict=True)]
+
+
+def statistics(plan: Any) -> int:
+    """Clocks of statistics on their way into shared memory."""
+    return STATISTICS * sum(ring.name == "stats" for main in getattr(plan, "sweeps", (plan,)) for ring in main.rings)
+
+
+def sorted_out(found: dict[str, float], filled: int = STATISTICS) -> dict[str, float]:
     """Shared memory by what it is used for. Statistics are read by broadcast: 16 bytes a read, the same for all lanes
-    of a warp, is one wavefront, where the counter counts four."""
+    of a warp, is one wavefront, where the counter counts four. filled: clocks of their way in."""
     return {
         "tensor": found["tensor"],
         "exp": found["exp"],
         "operand reads": found["mma.read"],
-        "dS and dQ stored": found["store.shared"] + found["bulk.write"] - STATISTICS,
+        "dS and dQ stored": found["store.shared"] + found["bulk.write"] - filled,
         "dQ and dS read": found["bulk.read"],
         "fills": found["tma.write"],
-        "statistics": found["load.shared"] / 4 + STATISTICS,
+        "statistics": found["load.shared"] / 4 + filled,
     }
 
 
@@ -121,7 +134,8 @@ def main() -> int:
     args = parser.parse_args()
     cases = {}
     for name, which in PLANS.items():
-        cases[name] = sorted_out(per_tile(*chosen(*which)))
+        one = chosen(*which)
+        cases[name] = sorted_out(per_tile(*one), statistics(one[0]))
         shared = sum(cases[name][key] for key in PARTS)
         print(name, {key: round(x) for key, x in cases[name].items()}, "shared memory", round(shared), flush=True)
     if args.write:

@@ -42,9 +42,12 @@ def shown() -> list[tuple[str, Any]]:
         for direction, word in (("fwd", "forward"), ("bwd", "backward")):
             for depths in DEPTHS[:2] if arch == "sm_90a" else DEPTHS:
                 one = plan(arch, direction, depths, KINDS["causal"])
-                if one is not None:
-                    d, v = depths
-                    found.append((f"{name} {word}, depth {d if d == v else f'{d} and {v}'}, causal", one))
+                d, v = depths
+                title = f"{name} {word}, depth {d if d == v else f'{d} and {v}'}, causal"
+                sweeps = getattr(one, "sweeps", ())  # a kernel each
+                found += [(f"{title}: d{sweep.gradient[1].upper()}", sweep) for sweep in sweeps]
+                if one is not None and not sweeps:
+                    found.append((title, one))
     return found
 
 
@@ -67,7 +70,7 @@ def flow(one: Any) -> list[str]:
         for producer in ring.producer.split("+"):
             for consumer in ring.consumer.split("+"):
                 lines.append(f'  {producer} -->|"{ring.name} x{ring.stages}"| {consumer}')
-    last = {"store", "reduce"} & {r.consumer for r in one.rings}
+    last = {"store", "reduce"} & {r.consumer for r in one.rings} or {"compute"} & {r.consumer for r in one.rings}
     return [*lines, *(f'  {role} --> results[("global memory")]' for role in sorted(last) or ["math"]), "```"]
 
 

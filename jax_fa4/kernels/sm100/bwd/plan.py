@@ -19,7 +19,7 @@ GROUP = 128  # threads of a warpgroup, and lanes of tensor memory
 WARP = 32
 PIECE = 64  # 16-bit columns of a 128-byte swizzled row
 NATIVE_DEPTHS = (64, 128, 192)
-DEPTHS = "multiples of 8 up to 128, or one of them up to 192"
+DEEPEST = 256  # of bwd/wide, for what is deeper than here
 SLICE = 32  # columns of dQ that leave at a time
 CAPPED_REGISTERS = (80, 184, 64)
 SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
@@ -282,10 +282,8 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     if problem.dtype not in KERNEL_DTYPES:
         raise Unsupported(f"dtype {problem.dtype}: the Blackwell backward takes {' and '.join(KERNEL_DTYPES)}")
     for name, depth in (("query and key", problem.d), ("value", problem.v)):
-        if depth % 8 or not 8 <= depth <= NATIVE_DEPTHS[-1]:
-            raise Unsupported(f"depth {depth} of {name}: the Blackwell backward takes {DEPTHS}")
-    if min(problem.d, problem.v) > 128:
-        raise Unsupported(f"depths {problem.d} and {problem.v}: the Blackwell backward takes {DEPTHS}")
+        if depth % 8 or not 8 <= depth <= DEEPEST:
+            raise Unsupported(f"depth {depth} of {name}: the Blackwell backward takes multiples of 8 up to {DEEPEST}")
     for name, wanted in (("bias", spec.bias), ("mask", spec.mask)):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")

@@ -28,6 +28,7 @@ from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
+
 @cute.jit
 def _statistics(ctx, at, which: cutlass.Constexpr, first):
     """A unit's statistics, LSE in base 2 (0) or delta (1), of the tile's queries from `first` on."""

@@ -1,4 +1,4 @@
-"""The compute warpgroups of a sweep: P = exp2(S - LSE), and for dK and dQ dS = P (dP - delta); then the gradient leaves.
+"""The compute warpgroups of a sweep: P = exp2(S - LSE), for dK and dQ dS = P (dP - delta); then the gradient leaves.
 
 A thread has one row, a key or a query, which is its lane of tensor memory, and 64 of the 128 columns of the other side:
 group 0 the first, group 1 the rest. Of keys the statistics are the columns', so all threads of a warp read the same
@@ -132,7 +132,7 @@ def compute(ctx):
         mine = _own_statistics(ctx, thread)
     if const_expr(plan.segments):
         own = _ids(ctx, True, ctx.tile * plan.tile + thread, LANES)[0]
-    for n in cutlass.range(total, unroll=1):
+    for _ in cutlass.range(total, unroll=1):
         ids = None
         if const_expr(plan.segments):  # they come while scores do
             ids = (own, _ids(ctx, False, m * plan.tile + half * group + thread % LANES, half))

@@ -43,9 +43,7 @@ def _shared(plan, memory):
     made = {}
     for part, form in forms.items():
         if part != other:
-            made[part] = memory.allocate_tensor(
-                DTYPES[plan.dtype], form.outer, byte_alignment=1024, swizzle=form.inner
-            )
+            made[part] = memory.allocate_tensor(DTYPES[plan.dtype], form.outer, byte_alignment=1024, swizzle=form.inner)
     made[other] = cute.make_tensor(made[larger].iterator, forms[other].outer)
     return made
 

@@ -1,4 +1,4 @@
-"""The load warp of each CTA of a sweep: its own rows once, then its halves of the other side's tiles, and statistics."""
+"""The load warp of each CTA of a sweep: its own rows once, then halves of the other side's tiles, and statistics."""
 
 import cutlass
 import cutlass.cute as cute

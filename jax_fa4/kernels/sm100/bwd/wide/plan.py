@@ -11,13 +11,13 @@ from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, 
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.kernels.sm100.bwd.plan import ARCHS, GROUP, WARP
+from jax_fa4.kernels.sm100.bwd.plan import ARCHS, DEEPEST, GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.plan import NATIVE_DEPTHS as SHALLOW
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem
 
 # Depths in shared memory: TMA reads what the true one lacks as zeros, and clips stores.
-NATIVE_DEPTHS = (128, 192, 256)
+NATIVE_DEPTHS = (128, 192, DEEPEST)
 # What each sweep reads, by its part in the products; see Sweep.
 OPERANDS = {
     "dv": {"score_a": "k", "score_b": "q", "turned": "dout"},
