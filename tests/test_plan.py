@@ -366,7 +366,7 @@ def test_backward_preprocess_plan():
         ({"bias": True}, "sm_90a", ["bias", "xla"]),
         ({"mask": True}, "sm_90a", ["mask", "segment ids", "xla"]),
         ({"bias": True}, "sm_100a", ["bias", "xla"]),
-        ({"direction": "bwd", "v": 200}, "sm_103a", ["200", "value", "backward"]),
+        ({"direction": "bwd", "v": 264}, "sm_103a", ["264", "value", "backward"]),
         ({}, "sm_80", ["sm_80", "sm_90a", "xla"]),
         ({"d": 12}, "sm_90a", ["12", "query", "multiples of 8 up to 256"]),
         ({"v": 264}, "sm_90a", ["264", "value", "multiples of 8 up to 256"]),
