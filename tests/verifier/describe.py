@@ -13,11 +13,15 @@ ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32
 def normal(ptx: str) -> str:
     """The same program in the words that the verifier takes; line numbers stay.
 
-    `collector` is a reuse hint. min.relu is the larger of 0 and the minimum. A selection between floats is written as
-    one, the bits being the same.
+    `collector` is a reuse hint. min.relu is the larger of 0 and the minimum. A shift by 32 or more gives 0, as one by
+    32 does; it refuses large counts. A selection between floats is written as one, the bits being the same. Addresses
+    that are rounded up to 16 bytes, of rows that are multiples of them, are what they were: it loses track of them.
     """
     ptx = ptx.rstrip("\0").replace(".collector::a::discard", "")
     ptx = re.sub(r"min\.relu\.s32\s+(%r\d+), ([^;]+);", r"min.s32 \1, \2; max.s32 \1, \1, 0;", ptx)
+    shift = r"shl\.b32\s+(%r\d+), (-?\d+), (?!\1;)(%r\d+);"
+    ptx = re.sub(shift, r"min.u32 \1, \3, 32; shl.b32 \1, \2, \1;", ptx)
+    ptx = re.sub(r"add\.s64(\s+)(%rd\d+), (%rd\d+), (\d+);(\s*)and\.b64(\s+%rd\d+), \2, -16;", _rounded, ptx)
     floats = set()
     for line in ptx.splitlines():
         op = line.split(None, 1)
@@ -35,11 +39,43 @@ def normal(ptx: str) -> str:
     return re.sub(r"selp\.b32\s+(%r\d+), ([^;]+), (%p\d+);", select, ptx)
 
 
+def _rounded(match: re.Match) -> str:
+    """(x + 16 n + r) & -16, r < 16, with x a multiple of 16."""
+    blank, wide, base, count, gap, to = match.groups()
+    return f"add.s64{blank}{wide}, {base}, {count};{gap}add.s64{to}, {base}, {int(count) // 16 * 16};"
+
+
 def votes(ptx: str) -> list[int]:
-    """1-based lines of the branches that depend on a warp vote: the only data-dependent ones of our kernels."""
+    """1-based lines of the branches that depend on a warp vote: in the forward, whether O is rescaled."""
     lines = ptx.splitlines()
     at = [i for i, text in enumerate(lines) if "vote.sync" in text]
     return [next(j + 1 for j in range(i, len(lines)) if re.match(r"\s*@!?%p\d+ bra", lines[j])) for i in at]
+
+
+def mixed_segments(ptx: str) -> list[int]:
+    """1-based lines of the branches that depend on the lowest and highest segment id of a warp: is a tile masked?"""
+    found, lines = [], ptx.splitlines()
+    for i, text in enumerate(lines):
+        if not (match := re.match(r"\s*redux\.sync\.max\.s32\s+(%r\d+)", text)):
+            continue
+        known = {match[1]}
+        for j in range(i + 1, min(i + 8, len(lines))):
+            if branch := re.match(r"\s*@!?(%p\d+) bra", lines[j]):
+                found += [j + 1] * (branch[1] in known)
+                break
+            made = re.match(r"\s*(?:setp\.\S+|and\.pred|or\.pred|not\.pred)\s+(%p\d+), (.*)", lines[j])
+            if made and known & set(re.findall(r"%[rp]\d+", made[2])):
+                known.add(made[1])
+    return found
+
+
+def chosen_lines(launch: Launch) -> list[int]:
+    """Of this launch's kernel, the branches that depend on data: which way they go has to be said."""
+    start = launch.ptx.index(f".entry {launch.entry}(")
+    end = launch.ptx.find(".entry ", start + 1)
+    body = launch.ptx[start : end if end > 0 else None]
+    before = launch.ptx[:start].count("\n")
+    return [before + line for line in sorted(votes(body) + mixed_segments(body))]
 
 
 def _tensor_map(index: int, m: TensorMap) -> dict[str, Any]:
@@ -60,8 +96,8 @@ def _tensor_map(index: int, m: TensorMap) -> dict[str, Any]:
 
 
 def kernel_input(launch: Launch, arm: bool | int | None = None) -> dict[str, Any]:
-    """The input JSON. arm: what voted branches do: True taken, False not, an int a seeded mixture over warps, None for
-    kernels without any."""
+    """The input JSON. arm: what branches that depend on data do: True taken, False not, an int a seeded mixture over
+    warps, None for kernels without any."""
     declarations: list[dict] = []
     arguments: list[dict] = []
     maps: list[dict] = []
@@ -95,12 +131,12 @@ def kernel_input(launch: Launch, arm: bool | int | None = None) -> dict[str, Any
         "tma_descriptors": maps,
         "shape_arrays": arrays,
     }
-    lines = votes(launch.ptx)
+    lines = chosen_lines(launch)
     if lines and arm is None:
-        raise ValueError(f"lines {lines} branch on a vote: an arm must be chosen")
+        raise ValueError(f"lines {lines} branch on data: an arm must be chosen")
     if lines:
         what = {"taken": arm} if isinstance(arm, bool) else {"taken": "random", "seed": arm}
-        made["branch_decisions"] = [{"line": n, "note": "depends on a warp vote", **what} for n in lines]
+        made["branch_decisions"] = [{"line": n, "note": "depends on data", **what} for n in lines]
     return made
 
 

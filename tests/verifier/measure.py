@@ -1,6 +1,7 @@
-"""Writes the verifier's verdicts on the Blackwell forward with date and versions: `python tests/verifier/measure.py`.
+"""Equality of the Blackwell forward with attention, and its variants' safety: `python tests/verifier/measure.py NAME`.
 
-Without names all cases run (hours on two cores); with names those do, and the file's other entries stay.
+Without names all cases run (hours on two cores); with names those do, and the file's other entries stay. Kinds of plans
+are matrix.py's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-OUT = ROOT / "docs" / "measured" / "sm100_forward_verifier.json"
+OUT = ROOT / "docs" / "measured" / "sm100_equality.json"
 
 
 def main() -> None:

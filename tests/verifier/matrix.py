@@ -1,0 +1,136 @@
+"""The verifier on every kind of Blackwell plan, the most important first: `python tests/verifier/matrix.py`.
+
+Goes on where it was stopped: what has a verdict on the same PTX is not judged again. Verdicts go to docs/measured.
+
+python tests/verifier/matrix.py --list          what there is, what has a verdict
+python tests/verifier/matrix.py --age           compiles what sources say has changed; other PTX makes a verdict stale
+python tests/verifier/matrix.py "bwd D64"       only runs whose name starts so
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from verifier import ledger, run, runs  # noqa: E402
+from verifier.kinds import kinds  # noqa: E402
+
+WHAT = "The verifier's verdicts on the sm_100a kernels. No Blackwell card has run them."
+
+
+def judged(r: runs.Run, timeout: int) -> dict[str, Any]:
+    """An entry of the ledger."""
+    verdicts = runs.judge(r, timeout=timeout)
+    short = ("result", "warnings", "seconds", "peak_mib")
+    entry = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": ledger.versions(),
+        "plan": repr(r.plan),
+        "code": ledger.code_digest(r.plan.launcher),
+        "ptx": ledger.ptx_digest(runs.built(r.plan)),
+        "scene": {k: v for k, v in asdict(r.scene).items() if v is not None and k not in ("name", "plan")},
+        "kernels": {name: {k: asdict(v)[k] for k in short} for name, v in verdicts.items()},
+    }
+    words = {name: list(v.found) for name, v in verdicts.items() if v.found}
+    return entry | ({"found": words} if words else {})
+
+
+def aged(entry: dict[str, Any], r: runs.Run | None) -> dict[str, Any]:
+    """The entry, marked stale where its PTX is another one by now, or brought up to date where it is not."""
+    entry = {k: v for k, v in entry.items() if k != "stale"}
+    if r is None:
+        return entry | {"stale": "no such run any more"}
+    if ledger.same_text(entry, r.plan):
+        return entry
+    if ledger.ptx_digest(runs.built(r.plan)) != entry["ptx"]:
+        return entry | {"stale": "the PTX has changed since"}
+    return entry | {"plan": repr(r.plan), "code": ledger.code_digest(r.plan.launcher)}
+
+
+def written(found: dict[str, Any]) -> dict[str, Any]:
+    """The file, with what follows from its runs."""
+    entries = dict(sorted(found["runs"].items()))
+    sure = {n: e for n, e in entries.items() if not e.get("stale")}
+    proved = {name.split(":")[0] for name, entry in sure.items() if ledger.safe(entry)}
+    have = kinds()
+    whole = {
+        "what": WHAT,
+        "command": "python tests/verifier/matrix.py",
+        "in all": {
+            "kinds of plans": len(have),
+            "kinds with a verdict": len(proved & set(have)),
+            "runs, all race-free without a warning": sum(ledger.safe(e) for e in sure.values()),
+            "runs with no verdict": sum(not ledger.safe(e) for e in sure.values()),
+            "stale runs": len(entries) - len(sure),
+            "seconds of the verifier": round(sum(k["seconds"] for e in sure.values() for k in e["kernels"].values())),
+        },
+        "open": [kind for kind in have if kind not in proved],
+        "not proved": sorted(name for name, entry in sure.items() if not ledger.safe(entry)),
+        "runs": entries,
+    }
+    ledger.LEDGER.write_text(json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def wanted(every: list[runs.Run], starts: list[str]) -> list[runs.Run]:
+    return [r for r in every if not starts or any(r.name.startswith(x) for x in starts)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("starts", nargs="*", help="only runs whose names start so")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--timeout", type=int, default=900, help="seconds of a kernel")
+    parser.add_argument("--rank", type=int, default=1000, help="only runs of this importance, 0 the most, and above")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--age", action="store_true")
+    args = parser.parse_args()
+    every, found = list(runs.runs()), ledger.read()
+    by_name = {r.name: r for r in every}
+    todo = [r for r in wanted(every, args.starts) if r.rank <= args.rank]
+    if args.list:
+        for r in todo:
+            entry = found["runs"].get(r.name)
+            word = "-" if entry is None else entry.get("stale") or ("safe" if ledger.safe(entry) else "?")
+            print(r.rank, r.name, word)
+        return 0
+    if args.age:
+        found["runs"] = {name: aged(entry, by_name.get(name)) for name, entry in found["runs"].items()}
+        print(written(found)["in all"])
+        return 0
+    if run.missing():
+        parser.error(run.missing())
+    until, wrong = time.time() + 60 * args.minutes, 0
+    for r in todo:
+        entry = found["runs"].get(r.name)
+        if entry is not None:
+            entry = aged(entry, r)
+        if entry is None or entry.get("stale"):
+            if time.time() > until:
+                print("time has ended")
+                break
+            try:
+                entry = judged(r, args.timeout)
+            except Exception as error:
+                print(f"{r.name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+                wrong += 1
+                continue
+            print(f"{r.name}: {entry['kernels']} {entry.get('found', '')}", flush=True)
+            wrong += not ledger.safe(entry)
+        found["runs"][r.name] = entry
+        written(found)
+    print(written(found)["in all"])
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Values that the verifier has no channel for, written into the PTX: tickets, turns, and which tiles segments share.
+
+Lines keep their numbers. Loads stay, so that their order is still judged; only what is done with the value changes.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def told_turns(ptx: str) -> str:
+    """Of a backward with turns: a ticket is the CTA's number (of a lone pair: 0), and the turn has come.
+
+    The additions that give turns up are left out: sentryward 0.1.1 has no words for them.
+    """
+    drawn = re.search(r"atom\S+\s+(%r\d+), .*?st\.shared\.b32\s+\S+ \1;", ptx, re.S)
+    assert drawn, "no ticket is drawn in the text"
+    at = drawn.end()
+    if "barrier.cluster.wait" in ptx[at : at + 400]:
+        read = re.compile(r"(ld\.shared::cluster\.s32 (%r\d+), \[%r\d+\];)")
+        tail = read.sub(r"\1 mov.b32 \2, 0;", ptx[at:], count=1)
+    else:
+        at = ptx.index("bar.sync", at)
+        # read beside the address of tensor memory, which lies in front of it
+        read = re.compile(r"ld\.shared\.v2\.b32\s+\{(%r\d+), (%r\d+)\}, (\[[^\]]+\]);")
+        tail = read.sub(r"ld.shared.b32 \1, \3; mov.u32 \2, %ctaid.x;", ptx[at:], count=1)
+    assert tail != ptx[at:], f"no ticket is read in {tail[:400]}"
+    ptx = re.sub(r"atom\S+\s+(%r\d+), [^;]+;", r"mov.u32 \1, %ctaid.x;", ptx[:at] + tail)
+    ptx, given = re.subn(r"red\.release\.gpu\.global\.add\.s32[^;]+;", "", ptx)
+    assert given, "no turn is given up in the text"
+    return re.sub(r"ld\.acquire\.gpu\.global\.b32\s+(%r\d+), \[[^\]]+\];", r"mov.b32 \1, 0;", ptx)
+
+
+# The last reads of kernels/common/segments.narrow: the lowest and highest row of the other side that a CTA has to meet.
+_FOUND = re.compile(
+    r"(ld\.shared\.v4\.b32\s+\{[^}]*\}, \[[^\]]+\];\s*"
+    r"min\.s32 [^;]*;\s*max\.s32 [^;]*;\s*)min\.s32\s+(%r\d+), [^;]*;(\s*)max\.s32\s+(%r\d+), [^;]*;"
+    r"(?=\s*setp\.lt\.s32\s+%p\d+, \4, 0;)"
+)
+
+
+def told_tiles(ptx: str, first: int, last: int) -> str:
+    """Of a kernel that leaves out tiles of other segments: rows `first` to `last` of the other side are met."""
+    ptx, found = _FOUND.subn(rf"\1mov.b32 \2, {first};\3mov.b32 \4, {last};", ptx)
+    assert found == 1, f"{found} places look like the end of `narrow`, one does"
+    return ptx
