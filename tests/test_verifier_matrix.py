@@ -128,7 +128,7 @@ def test_the_digest_follows_imports(tmp_path, monkeypatch):
 
 
 def test_what_the_verifier_is_told_must_find_its_place():
-    for told in (told_turns, lambda ptx: told_tiles(ptx, 0, 127)):
+    for told in (told_turns, lambda ptx: told_tiles(ptx, (0, 127))):
         with pytest.raises(AssertionError):
             told("add.s32 %r1, %r2, 1;")
 

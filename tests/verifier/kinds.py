@@ -28,7 +28,9 @@ def kind(plan: Any) -> str:
     words = [f.name for f in fields(plan) if getattr(plan, f.name) is True and f.name not in ORDER]
     if getattr(plan, "workers", 0):
         words.append("persistent")
-    form = {"Plan": [], "PairPlan": ["pair"]}.get(type(plan).__name__, [type(plan).__name__.lower()])
+    form = {"Plan": [], "PairPlan": ["pair"], "WidePlan": ["wide", "pair"]}.get(
+        type(plan).__name__, [type(plan).__name__.lower()]
+    )
     return " ".join([plan.direction, depths, *form, *words])
 
 

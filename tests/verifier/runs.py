@@ -30,7 +30,7 @@ class Scene:
     arm: bool | int = DONE
     sides: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
     lengths: tuple[int, int] | None = None  # queries, keys
-    tiles: tuple[int, int] | None = None  # rows of the other side that segments leave; None = all of one example
+    rows: tuple[int, int] | None = None  # of the other side, first and last that segments leave; None = all
     plan: dict[str, Any] = field(default_factory=dict)  # fields that differ
 
 
@@ -153,8 +153,10 @@ def launched(r: Run, ptx: str | None = None) -> dict[str, Launch]:
     if getattr(r.plan, "ordered", False):
         ptx = told_turns(ptx)
     if r.plan.segments and getattr(r.plan, "narrows", True):
-        other = "S" if r.plan.direction == "fwd" else "T"
-        ptx = told_tiles(ptx, *(r.scene.tiles or (0, r.scene.sizes[other] - 1)))
+        others = ["S"] if r.plan.direction == "fwd" else ["T"]
+        if hasattr(r.plan, "sweeps"):
+            others = ["S" if sweep.by_query else "T" for sweep in r.plan.sweeps]
+        ptx = told_tiles(ptx, *(r.scene.rows or (0, r.scene.sizes[other] - 1) for other in others))
     names = [kernel.name for kernel in bind(r.plan, r.plan.extents(r.scene.sizes))]
     return dict(zip(names, launches(r.plan, bind, r.scene.sizes, ptx, values(r)), strict=True))
 

@@ -39,8 +39,11 @@ _FOUND = re.compile(
 )
 
 
-def told_tiles(ptx: str, first: int, last: int) -> str:
-    """Of a kernel that leaves out tiles of other segments: rows `first` to `last` of the other side are met."""
-    ptx, found = _FOUND.subn(rf"\1mov.b32 \2, {first};\3mov.b32 \4, {last};", ptx)
-    assert found == 1, f"{found} places look like the end of `narrow`, one does"
+def told_tiles(ptx: str, *met: tuple[int, int]) -> str:
+    """Of kernels that leave out tiles of other segments: the first and last row of the other side that each meets."""
+    found = list(_FOUND.finditer(ptx))
+    assert len(found) == len(met), f"{len(found)} places look like the end of `narrow`, {len(met)} were expected"
+    for place, (first, last) in reversed(list(zip(found, met, strict=True))):
+        told = place.expand(rf"\1mov.b32 \2, {first};\3mov.b32 \4, {last};")
+        ptx = ptx[: place.start()] + told + ptx[place.end() :]
     return ptx
