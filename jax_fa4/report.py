@@ -197,9 +197,9 @@ FLOPS = """\
 ## Counting FLOPs
 
 XLA cannot know what a custom call computes: `compiled.cost_analysis()` counts each call of our kernels as -1 FLOP, its
-word for unknown, and no attribute of an FFI call would tell it more. What the XLA path runs is counted as usual. For a
-GPU with kernels, `attention_flops` gives what to add: the FLOPs of all attention passes in a traced function, full
-squares of scores.
+word for unknown, and it reads no attribute of an FFI call that would tell it more. What the XLA path runs is counted as
+usual. For a GPU with kernels, `attention_flops` gives what to add: the FLOPs of all attention passes in a traced
+function, full squares of scores. JAX's own roofline has a rule for both passes, and counts their bytes too.
 
 ```python
 import jax
@@ -210,6 +210,12 @@ from jax_fa4.traced import attention_flops
 q = jax.ShapeDtypeStruct((2, 1024, 16, 128), jnp.bfloat16)
 loss = lambda q: jax_fa4.attention(q, q, q, is_causal=True).astype(jnp.float32).sum()
 assert attention_flops(jax.grad(loss), q) == 7 * 2 * (2 * 16 * 1024 * 1024 * 128)  # 2 products forward, 5 backward
+
+from jax.experimental.roofline import roofline
+
+shapes, cost = roofline(jax.grad(loss))(q)
+assert cost.flops == attention_flops(jax.grad(loss), q)
+print(cost.flops / cost.hbm_bytes, "FLOPs a byte")
 ```
 """
 

@@ -37,6 +37,7 @@ def attention_flops(fn: Callable[..., Any], *args: Any) -> int:
     Each pass counts its full square of scores, whatever the mask: 2 b n t s (d + v) forward, 2 b n t s (3 d + 2 v)
     backward. A scan counts its length, every branch of a cond and the body of a while count once; inside a shard_map
     it is one device's share. XLA's own `cost_analysis()` cannot know a custom call: it counts each as -1.
+    `jax.experimental.roofline.roofline(fn)(*args)` counts the same, and the bytes that the passes read and write.
 
     >>> attention_flops(jax.grad(loss), params, batch)
     """
@@ -63,3 +64,27 @@ def _jaxprs(params: Any) -> Iterator[Jaxpr]:
             yield x
         elif isinstance(x, (tuple, list)):
             yield from _jaxprs(x)
+
+
+def _register_rooflines() -> None:
+    """Tells jax's roofline what a pass costs: its products, and each operand and result moved once; scores never."""
+    try:
+        from jax.experimental import roofline
+    except ImportError:  # experimental: a jax to come may lack it
+        return
+
+    def register(primitive: Any, direction: str) -> None:
+        def rule(ctx: Any, *args: Any, how: How, devices: Any) -> Any:
+            del devices
+            query, key, value = args[:3]
+            done = primitives.flops(primitives.problem_of(query, key, value, how.spec, direction))
+            moved = roofline.RooflineShape.total_bytes([*ctx.avals_in, *ctx.avals_out])
+            return roofline.RooflineResult(flops=done, unfused_flops=done, hbm_bytes=moved, unfused_hbm_bytes=moved)
+
+        roofline.register_roofline(primitive)(rule)
+
+    register(primitives.fwd_p, "fwd")
+    register(primitives.bwd_p, "bwd")
+
+
+_register_rooflines()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import roofline
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
@@ -83,6 +84,18 @@ def test_flops_of_a_training_step_are_those_of_the_dense_products():
     assert traced.attention_flops(attend, Q) == 2 * product
     assert traced.attention_flops(jax.grad(loss), Q) == 7 * product
     assert traced.attention_flops(scanned, Q) == 6 * product
+
+
+def test_jaxs_roofline_knows_both_passes():
+    """Its FLOPs are those of `attention_flops`, its bytes each operand and result of the passes once."""
+    forward = roofline.roofline(attend)(Q)[1]
+    both = roofline.roofline(jax.grad(loss))(Q)[1]
+    assert forward.flops == traced.attention_flops(attend, Q)
+    assert both.flops == traced.attention_flops(jax.grad(loss), Q)
+    tensor, row = 2 * 32 * 4 * 64 * 2, 2 * 4 * 32 * 4  # bfloat16; the log-sum-exp in float32
+    values = 2 * 4 + 3 * 2 * 4 + 2 * 4  # window; offset and two lengths of two examples; scale and cap
+    assert forward.hbm_bytes == 4 * tensor + row + values
+    assert both.hbm_bytes - forward.hbm_bytes == 8 * tensor + 2 * row + values
 
 
 def test_xla_counts_a_custom_call_as_unknown():
