@@ -1,6 +1,7 @@
 """The command line and precompile: what a traced function needs, what is built, refused or failed, and exit codes."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -357,3 +358,19 @@ def test_the_kernels_of_flax_models_are_found():
 def test_arrays_serve_as_shapes():
     (call,) = traced.calls_in(attend, np.zeros((2, 32, 4, 64), np.float16))
     assert call.problem.dtype == "float16"
+
+
+# ---- cold start ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.prove
+def test_cold_start_builds_each_kernel_once_and_nothing_with_a_filled_store(tmp_path):
+    """All layers share a forward and a backward; by the compiler itself, in processes of their own."""
+    out = tmp_path / "cold.json"
+    command = [sys.executable, "benchmarks/cold_start.py", "--layers", "3", "--length", "256", "--out", str(out)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(out.read_text())
+    assert found["empty"]["kernels"] == {"builds": 2, "disk_hits": 0}
+    assert found["filled"]["kernels"] == {"builds": 0, "disk_hits": 2}
