@@ -89,9 +89,10 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         compiled = lowered.compile()
         found["xla_compile_s"] = time.perf_counter() - start
-        rng = np.random.default_rng(0)
-        parameters = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.02, s.dtype), tree)
-        batch = jnp.asarray(rng.integers(0, VOCABULARY, tokens.shape), jnp.int32)
+        key = jax.random.key(0)
+        parameters = jax.tree.map(lambda s: 0.02 * jax.random.normal(key, s.shape, s.dtype), tree)
+        batch = jax.random.randint(key, tokens.shape, 0, VOCABULARY)
+        jax.block_until_ready((parameters, batch))
         for name in ("first_step_s", "second_step_s"):
             start = time.perf_counter()
             parameters, value = jax.block_until_ready(compiled(parameters, batch))
