@@ -330,10 +330,10 @@ def test_broadcast_masks_equal_full_ones():
         full = np.broadcast_to(mask, (4, 4, 32, 32))
         got, want = (run(replace(case, mask=x.shape), replace(inp, mask=x), "float16") for x in (mask, full))
         assert all(np.array_equal(x, y) for x, y in zip(got[:2], want[:2], strict=True)), shape
-        # Two programs: XLA of jax 0.12 sums dq and dk in another order in one of them, which may round otherwise.
+        # Two programs: XLA of jax 0.12 sums the scores' cotangent in another order in one of them. One element of it in
+        # 131072 was rounded otherwise to float16, and with it 7 elements of dq and 6 of dk, by 2^-13 of the largest.
         for x, y in zip(got[2:5], want[2:5], strict=True):
-            x, y = np.asarray(x), np.asarray(y)
-            assert (np.abs(x - y) <= np.spacing(np.abs(y)) + np.finfo(np.float32).eps * 64).all(), shape
+            assert np.mean(x != y) <= 1e-3 and np.abs(x - y).max() <= 2**-11 * np.abs(y).max(), shape
 
 
 @pytest.mark.parametrize("s", [1, 8, 63, 65, 129])
