@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -33,17 +34,19 @@ print("version", jax_fa4.__version__)
 def copied(to: Path) -> Path:
     """The files that a checkout would hold of what the build reads."""
     to.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, to)
+    (to / "tests").mkdir()
+    shutil.copy(Path(__file__), to / "tests")  # setuptools would take the files named test_*.py, without their helpers
     shutil.copytree(ROOT / "jax_fa4", to / "jax_fa4", ignore=shutil.ignore_patterns("__pycache__"))
     return to
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built by `python -m build` from sources alone, with the setuptools that is installed."""
+    """Built by `python -m build`, from the source distribution that it makes first, with the setuptools here."""
     source, out = copied(tmp_path_factory.mktemp("release") / "source"), tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     (made,) = out.glob("*.whl")
@@ -91,6 +94,17 @@ def test_contents(wheel):
     assert not others, f"should not be in it: {sorted(others)}"
     assert any(n.endswith("licenses/LICENSE") for n in names)
     assert "Typing :: Typed" in metadata(wheel).metadata.get_all("Classifier")
+
+
+def test_source_distribution(wheel):
+    """The package, what builds it, licence and changelog; no part of the tests."""
+    (path,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(path) as tar:
+        names = {n.split("/", 1)[1] for n in tar.getnames() if "/" in n and tar.getmember(n).isfile()}
+    assert {p.relative_to(ROOT).as_posix() for p in (ROOT / "jax_fa4").rglob("*.py")} <= names
+    tops = {n.split("/")[0] for n in names}
+    files = {"PKG-INFO", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"}
+    assert tops == files | {"jax_fa4", "jax_fa4.egg-info"}
 
 
 def test_declared_dependencies_are_enough(wheel, tmp_path):
