@@ -163,8 +163,24 @@ def test_ordered_gives_the_same_bits_and_takes_every_turn_once():
     band = visibility(CAPPED, inputs(CAPPED, "float64"))[0, 0]
     n = plan.tile
     tiles = [[band[i : i + n, j : j + n].any() for j in range(0, CAPPED.s, n)] for i in range(0, CAPPED.t, n)]
-    assert (memory["turns"] == np.sum(tiles, axis=1)).all()
+    assert (memory["turns"].sum(-1) == np.sum(tiles, axis=1)).all()
     assert memory["tickets"] == -(-CAPPED.s // n)
+
+
+# Four key tiles that start at other query tiles and add to four copies of dQ; two lines of causal tiles, one of which
+# goes the other way round.
+TURNED = [
+    Case("shifted", b=1, t=130, s=390, n=1, k=1, d=64),
+    Case("both_ways", b=1, t=260, s=260, n=2, k=2, d=64, causal=True),
+]
+
+
+@pytest.mark.parametrize("case", TURNED, ids=lambda case: case.name)
+def test_orders_that_are_not_ascending(case):
+    _, memory = passes(case, seed=1, resident=4, deterministic=True)
+    assert bits(passes(case, seed=6, resident=1, deterministic=True)[1]) == bits(memory)
+    copies = memory["turns"].shape[-1]
+    assert copies == {"shifted": 4, "both_ways": 2}[case.name] and memory["turns"].any((0, 1, 2)).all(), "all are used"
 
 
 @pytest.mark.prove

@@ -77,7 +77,7 @@ def test_launch_follows_the_shapes():
         ("dout", 128, (128, 64), False), ("dk", 96, (128, 128), True), ("dv", 128, (128, 128), True),
     ]  # fmt: skip
     sized = {b.name: b.sized(e) for b in plan.outputs}
-    assert sized["work"] == (3, 4, 3, 128 * 128) and sized["turns"] == (3, 4, 3) and sized["tickets"] == (1,)
+    assert sized["work"] == (3, 4, 3, 2, 128 * 128) and sized["turns"] == (3, 4, 3, 2) and sized["tickets"] == (1,)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def expected(plan):
         "rows of 32": (r"tcgen05\.ld\S+x32\.", (4 if parts == 1 else 0) + half // 32 + (half + 64) // 32),
         "rows of 16": (r"tcgen05\.ld\S+x16\.", 0 if parts == 1 else 8),
         "stores": (r"tcgen05\.st\S+x(16|8)\.", 4 * parts),
-        "reductions": (r"cp\.reduce\.async\.bulk", half // plan.slice),
+        "reductions": (r"cp\.reduce\.async\.bulk", half // plan.slice + plan.ordered),
         "exchanges": (r"cp\.async\.bulk\.shared::cluster\.shared::cta", 1),
         "TMA loads": (
             r"cp\.async\.bulk\.tensor\S+shared\S+global",

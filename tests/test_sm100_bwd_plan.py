@@ -1,10 +1,8 @@
 """The Blackwell backward's plan as data, and its compiled facts: counts in the PTX are those of the plan's formulas."""
 
-import collections
 import functools
 import importlib.util
 import itertools
-import random
 import re
 from dataclasses import replace
 
@@ -14,10 +12,8 @@ from verifier.mutate import drop, edit
 
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
-from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, sectioned, up
-from jax_fa4.kernels.sm100.bwd.plan import NATIVE_DEPTHS, Plan, bind, choose, turn
+from jax_fa4.kernels.sm100.bwd.plan import NATIVE_DEPTHS, Plan, bind, choose
 from jax_fa4.kernels.sm100.regions import check_regions
-from jax_fa4.mask import UNBOUNDED, Band
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
@@ -104,9 +100,8 @@ def test_launch_follows_the_shapes():
     sized = {b.name: b.sized(e) for b in plan.outputs}
     assert sized == {
         "dq": (3, 300, 4, 72), "dk": (3, 333, 2, 72), "dv": (3, 333, 2, 40), "stats": (3, 4, 3, 256),
-        "work": (3, 4, 3, 128 * 72), "turns": (3, 4, 3), "tickets": (1,),
+        "work": (3, 4, 3, 2, 128 * 72), "turns": (3, 4, 3, 2), "tickets": (1,),
     }  # fmt: skip
-    assert [turn(tile, 5) for tile in (4, 3, 0)] == [0, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -147,46 +142,6 @@ def test_plans_are_keys():
     others = [{}, {"band": True, "deterministic": True}, {"band": True, "soft_cap": True}]
     assert len({one, *(select(problem(128, **spec), "sm_100a") for spec in others)}) == 4
     assert select(problem(), "sm_103a") == replace(select(problem(), "sm_100a"), arch="sm_103a")
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_turns_given_up_a_step_later_end_with_any_number_of_ctas(seed):
-    """The protocol of reduce.py on ints: who must wait gives up the turn it holds; else it keeps it until it has begun
-    the next. Every turn is taken once, in order of ranks, whoever runs first."""
-    rng = random.Random(seed)
-    tiles, lines, section = rng.randint(1, 7), rng.randint(1, 5), rng.randint(1, 6)
-    band = Band(
-        *rng.choice([(UNBOUNDED,) * 2, (UNBOUNDED, 0), (2, 1)]), rng.randint(-3, 3), 4 * rng.randint(1, 7), 4 * tiles
-    )
-    size, banded = (4, 4), min(band.left, band.right) < UNBOUNDED or rng.random() < 0.5
-    waiting = [sectioned(n, tiles, lines, section, True) for n in range(tiles * lines)]
-    assert sorted(waiting) == sorted(itertools.product(range(tiles), range(lines)))
-    resident, running, turns, ranks = rng.randint(1, 6), [], collections.Counter(), collections.defaultdict(list)
-    while waiting or running:
-        while waiting and len(running) < resident:
-            tile, line = waiting.pop(0)
-            running.append([tile, line, list(range(*query_tiles(tile, size, band, banded))), None])
-        ready = []
-        for cta in running:
-            tile, line, left, held = cta
-            rank = turn(tile, key_tiles(left[0], size, band, banded)[1]) if left else 0
-            if not left or held is not None or turns[line, left[0]] == rank:
-                ready.append((cta, rank))
-        assert ready, (seed, running, turns)
-        cta, rank = rng.choice(ready)
-        tile, line, left, held = cta
-        mine = bool(left) and turns[line, left[0]] == rank
-        if mine:
-            ranks[line, left[0]].append(rank)
-            cta[3] = (line, left.pop(0))
-        if held is not None:
-            turns[held] += 1
-            cta[3] = cta[3] if mine else None
-        elif not left and not mine:
-            running.remove(cta)
-    for line, m in itertools.product(range(lines), range(up(band.q_len, 4))):
-        seen = [n for n in range(tiles) if m in range(*query_tiles(n, size, band, banded))]
-        assert ranks[line, m] == list(range(len(seen))) and turns[line, m] == len(seen)
 
 
 # Compiled facts ---------------------------------------------------------------------------------------------------

@@ -1,38 +1,54 @@
 """What a fixed order of dQ costs the Blackwell backward, by simulating its schedule: `python tools/simulate_order.py`.
 
-CTAs take key tiles in the order of work, an SM holds one. A step (one query tile) takes the clocks of the unit that is
-busiest by the counts of tests/test_counted_sm100_bwd.py. Its dQ then leaves: in the ordered form when the key tiles of
-lower rank have added theirs, and the next may add when this one is complete and the news of it has gone through L2.
-Nothing here was measured on Blackwell: the way through L2 is an assumption, and is swept.
+CTAs, or pairs of them, take key tiles in the order of work, an SM holds one. A step (one query tile) takes the clocks
+of the unit that is busiest by the counts of tests/test_counted_sm100_bwd*.py. Its dQ then leaves: in the ordered form
+when those before it in turn have added theirs. A turn is given up when the next step has begun to add, or at once by
+whoever must wait; the next one hears of it when the additions are complete and the news has gone through L2. Either
+form ends a tile when its additions are complete. Copies of dQ beyond the first cost what zeroing and reading them
+takes. Nothing here was measured on Blackwell: the way through L2 is an assumption, and is swept.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import heapq
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, sectioned, up  # noqa: E402
+from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up  # noqa: E402
+from jax_fa4.kernels.sm100.bwd.order import course, placed, turn, walk  # noqa: E402
+from jax_fa4.kernels.sm100.bwd.pair.plan import PairPlan, choose  # noqa: E402
+from jax_fa4.kernels.sm100.bwd.plan import SECTION, Plan  # noqa: E402
 from jax_fa4.mask import UNBOUNDED, Band  # noqa: E402
+from jax_fa4.spec import AttentionSpec, Problem  # noqa: E402
 
-TILE = (128, 128)
 SMS = 148  # of a B200
-STEP = {64: 2440, 128: 4104}  # clocks of a step, shared memory being the bound
-STAGING = {64: 512, 128: 1024}  # clocks in which a step's dQ is written to shared memory and read from there
-SLICES = {64: 2, 128: 4}  # pieces in which it goes
 BEGIN = 3000  # clocks of a CTA beside its steps: start, K and V, dK and dV
 DONE = 0.6  # share of the way through L2 until an addition is complete; the rest is the news of it
-PASSES = 400
-Item = tuple[int, int]  # key tile, head
+MEMORY = 4300  # bytes of device memory a clock: 8 TB/s at 1.86 GHz
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Clocks of a step, shared memory being the bound; those in which its dQ is written to shared memory and read from
+    there; pieces in which it goes; SMs that work on it."""
+
+    step: int
+    staging: int
+    slices: int
+    sms: int = 1
+
+
+# By depth, of a pair of CTAs and of one
+UNITS = {(64, False): Unit(2440, 512, 2), (128, False): Unit(4104, 1024, 4), (128, True): Unit(3336, 512, 4, 2)}
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class Call:
     depth: int
     left: int = UNBOUNDED
     right: int = UNBOUNDED
+    copies: int = 0  # of dQ; 0: as the plan has them
 
     @property
     def band(self) -> Band:
@@ -55,158 +72,126 @@ class Call:
         return min(self.left, self.right) < UNBOUNDED
 
     @property
+    def plan(self) -> Plan | PairPlan:
+        spec = AttentionSpec(deterministic=True, band=self.banded)
+        sizes = 1, self.length, self.length, self.heads, self.heads, self.depth, self.depth
+        plan = choose(Problem(spec, *sizes, "bfloat16", "bwd"))
+        assert isinstance(plan, Plan | PairPlan), plan
+        return plan
+
+    @property
+    def unit(self) -> Unit:
+        return UNITS[self.depth, isinstance(self.plan, PairPlan)]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(queries, keys) of a tile."""
+        return 128, 128 * self.unit.sms
+
+    @property
     def tiles(self) -> int:
-        return up(self.length, TILE[1])
+        return up(self.length, self.size[1])
 
-    def visits(self, tile: int) -> range:
-        return range(*query_tiles(tile, TILE, self.band, self.banded))
+    @property
+    def extents(self) -> dict[str, int]:
+        sizes = {"B": 1, "T": self.length, "S": self.length, "N": self.heads, "K": self.heads}
+        return self.plan.extents(sizes)
 
-
-@dataclass(frozen=True)
-class Order:
-    """`items`: key tiles in the order of work. `walk`: what one does, as (query tile, key tile that adds there before
-    it or -1). `early`: a turn is given up when the addition is complete, and the next one's only begins then; else the
-    next one's begins at once, and the turn is given up when it has begun or must wait itself."""
-
-    name: str
-    items: Callable[[Call], list[Item]]
-    walk: Callable[[Call, int], list[tuple[int, int]]]
-    second: Callable[[Call, int], list[tuple[int, int]]] | None = None  # of the second half of the heads
-    early: bool = False
+    def visits(self, tile: int) -> tuple[int, int]:
+        return query_tiles(tile, self.size, self.band, self.banded)
 
 
-def last_keys_first(call: Call, tile: int) -> list[tuple[int, int]]:
-    """Turns as in jax_fa4/kernels/sm100/bwd/plan.turn."""
-    made = []
-    for m in call.visits(tile):
-        last = key_tiles(m, TILE, call.band, call.banded)[1]
-        made.append((m, -1 if tile + 1 == last else tile + 1))
-    return made
+Work = Iterator[tuple[int, list[tuple[Any, int]]]]  # of each place: (queries to visit, their places in turn, and ranks)
 
 
-def first_keys_first(call: Call, tile: int) -> list[tuple[int, int]]:
-    """The other way round."""
-    made = []
-    for m in call.visits(tile):
-        first = key_tiles(m, TILE, call.band, call.banded)[0]
-        made.append((m, -1 if tile == first else tile - 1))
-    return made
+def as_built(call: Call) -> Work:
+    """The order of jax_fa4/kernels/sm100/bwd/order.py: (line, query tile, copy), rank."""
+    copies, banded = call.copies or call.extents["C"], call.banded
+    for index in range(call.tiles * call.heads):
+        tile, line, rising = placed(index, call.tiles, call.heads, SECTION, banded)
+        first, last = call.visits(tile)
+        path = course(tile, (first, last), rising, (call.tiles, copies), banded)
+        made = []
+        for m in walk(path, last - first):
+            copy, rank = turn(tile, m, key_tiles(m, call.size, call.band, banded), path, copies, banded)
+            made.append(((line, m, copy), rank))
+        yield last - first, made
 
 
-def shifted(group: int) -> Callable[[Call, int], list[tuple[int, int]]]:
-    """Full masks: of `group` key tiles in a row, which must run at a time, each starts one query tile later than the
-    one before it and ends with those that it left out; groups take turns one after the other."""
-
-    @functools.cache
-    def turns(call: Call, m: int) -> dict[int, int]:
-        """Key tile -> the one before it at query tile m."""
-        steps = len(call.visits(0))
-        line = sorted(range(call.tiles), key=lambda i: (i // group, (m - i % group) % steps, i))
-        line = [call.tiles - 1 - i for i in line]
-        return dict(zip(line, [-1, *line], strict=False))
-
-    def walk(call: Call, tile: int) -> list[tuple[int, int]]:
-        seen, at = list(call.visits(tile)), (call.tiles - 1 - tile) % group % call.tiles
-        return [(m, turns(call, m)[tile]) for m in seen[at:] + seen[:at]]
-
-    return walk
+def last_keys_first(call: Call) -> Work:
+    """One direction, one copy, across the heads of a section: what there was before."""
+    for index in range(call.tiles * call.heads):
+        tile, line, _ = placed(index, call.tiles, call.heads, SECTION, False)
+        first, last = call.visits(tile)
+        ends = [key_tiles(m, call.size, call.band, call.banded)[1] for m in range(first, last)]
+        yield last - first, [((line, m), end - 1 - tile) for m, end in zip(range(first, last), ends, strict=True)]
 
 
-def by_head(call: Call) -> list[Item]:
-    return [(call.tiles - 1 - n % call.tiles, n // call.tiles) for n in range(call.tiles * call.heads)]
+ORDERS = {"as it is": as_built, "one direction, one copy": last_keys_first}
 
 
-def across_heads(call: Call) -> list[Item]:
-    """First tiles of all heads, then second ones."""
-    return [sectioned(n, call.tiles, call.heads, call.heads, True) for n in range(call.tiles * call.heads)]
-
-
-def halves(call: Call) -> list[Item]:
-    """Half of the heads with the last keys first, then the others with the first keys first: under a causal mask short
-    tiles, long tiles; long tiles, short tiles."""
-    falling = up(call.heads, 2)
-    lines = [sectioned(n, call.tiles, falling, falling, True) for n in range(call.tiles * falling)]
-    rising = call.heads - falling
-    more = [sectioned(n, call.tiles, rising, rising, False) for n in range(call.tiles * rising)]
-    return lines + [(tile, falling + head) for tile, head in more]
-
-
-ORDERS = [
-    Order("head by head, turns given up when complete", by_head, last_keys_first, early=True),
-    Order("head by head, turns given up one step later", by_head, last_keys_first),
-    Order("across heads, turns given up one step later", across_heads, last_keys_first),
-    Order("across heads, in two halves, one step later", halves, last_keys_first, first_keys_first),
-    Order("shifted in groups of 16", by_head, shifted(16)),
-]
-
-
-def not_ordered(call: Call, sms: int) -> float:
+def not_ordered(call: Call, latency: int, sms: int) -> float:
     """Clocks until the last CTA has ended, the first keys first."""
-    ends = [0.0] * sms
-    for tile in sorted(range(call.tiles), key=lambda t: -len(call.visits(t))):
+    unit, ends = call.unit, [0.0] * (sms // call.unit.sms)
+    for first, last in sorted((call.visits(t) for t in range(call.tiles)), key=lambda v: v[0] - v[1]):
         for _ in range(call.heads):
-            heapq.heapreplace(ends, ends[0] + BEGIN + len(call.visits(tile)) * STEP[call.depth])
+            done = BEGIN + (last - first) * unit.step + unit.staging + DONE * latency
+            heapq.heapreplace(ends, ends[0] + done)
     return max(ends)
 
 
-def one_pass(call: Call, order: Order, news: dict, latency: int, sms: int) -> float:
-    """All CTAs in the order of work. news: (head, key tile, query tile) -> when the next one knows; is updated."""
-    step, staging, piece = STEP[call.depth], STAGING[call.depth], STAGING[call.depth] / SLICES[call.depth]
-    ends = [0.0] * sms
-    for tile, head in order.items(call):
+def ordered(call: Call, work: Work, latency: int, sms: int) -> float:
+    """Clocks until the last CTA has ended. One pass is enough, as nobody waits for a later place: that is asserted."""
+    unit, ends = call.unit, [0.0] * (sms // call.unit.sms)
+    piece = unit.staging / unit.slices
+    told: dict[Any, list[float]] = {}  # when the one with a rank, and all before it, are known to have added
+    for _, places in work:
         made = ends[0] + BEGIN
         free = complete = 0.0
         before = None
-        walk = order.second if order.second and head >= up(call.heads, 2) else order.walk
-        for m, other in walk(call, tile):
-            made = max(made + step, free)  # dQ leaves tensor memory when the one before it has left shared memory
-            got = max(made, news.get((head, other, m), 0.0)) if other >= 0 else made
+        for place, rank in places:
+            turns = told.setdefault(place, [])
+            mine = rank == len(turns) + (before is not None and before[0] == place)
+            assert mine, f"{call.name}: rank {rank} at {place}, where {len(turns)} have been"
+            made = max(made + unit.step, free)  # dQ leaves tensor memory when the one before it has left shared memory
+            got = max(made, turns[-1]) if turns else made
             if before is not None:
-                given = max(made if got > made else got + piece, complete)
-                news[head, tile, before] = given + (1 - DONE) * latency
-            complete = got + staging + DONE * latency
-            free = complete if order.early else got + staging
-            if order.early:
-                news[head, tile, m] = complete + (1 - DONE) * latency
-            else:
-                before = m
+                before[1].append(max(made if got > made else got + piece, complete) + (1 - DONE) * latency)
+            free = got + unit.staging
+            complete = free + DONE * latency
+            before = place, turns
         if before is not None:
-            news[head, tile, before] = complete + (1 - DONE) * latency
+            before[1].append(complete + (1 - DONE) * latency)
         heapq.heapreplace(ends, max(made, complete))
-    return max(ends)
+    return max(ends) + extra(call)
 
 
-def ordered(call: Call, order: Order, latency: int, sms: int) -> float:
-    """Clocks until the last CTA has ended. Where CTAs wait for later ones of their group, passes repeat until no time
-    moves: times only grow."""
-    news: dict = {}
-    last = one_pass(call, order, news, latency, sms)
-    for _ in range(PASSES):
-        again = one_pass(call, order, news, latency, sms)
-        if again == last:
-            return last
-        last = again
-    raise RuntimeError(f"{order.name}, {call.name}: times still move after {PASSES} passes; do CTAs wait in a circle?")
+def extra(call: Call) -> float:
+    """Clocks of the copies of dQ beyond the first, zeroed and read at the speed of device memory."""
+    return 2 * ((call.copies or call.extents["C"]) - 1) * 4 * call.heads * call.length * call.depth / MEMORY
 
 
 def calls() -> list[Call]:
     made = []
-    for length, heads, depth in ((2048, 32, 64), (2048, 32, 128), (8192, 16, 128), (4096, 2, 128)):
-        made.append(Call(f"causal, {length}, {heads} heads, depth {depth}", length, heads, depth, right=0))
-        made.append(Call(f"full, {length}, {heads} heads, depth {depth}", length, heads, depth))
+    for length, heads, depth in (
+        (2048, 32, 64), (2048, 32, 128), (8192, 16, 128), (4096, 2, 64), (4096, 2, 128), (4096, 8, 128),
+        (2048, 16, 128), (1024, 64, 128), (2048, 128, 128), (1024, 16, 64), (16384, 4, 128),
+    ):  # fmt: skip
+        heads_of = f"{length}, {heads} heads, depth {depth}"
+        made.append(Call(f"causal, {heads_of}", length, heads, depth, right=0))
+        made.append(Call(f"full, {heads_of}", length, heads, depth))
     return [*made, Call("window 1024, 8192, 16 heads, depth 128", 8192, 16, 128, 1024, 0)]
 
 
-def table(latencies: list[int], sms: int) -> list[dict]:
+def table(latencies: list[int], sms: int, chosen: list[Call]) -> list[dict]:
     rows = []
-    for call in calls():
-        loose = not_ordered(call, sms)
-        for order in ORDERS:
-            if call.banded and order.name.startswith("shifted"):
-                continue
-            ratios = {n: round(loose / ordered(call, order, n, sms), 2) for n in latencies}
-            rows.append({"call": call.name, "order": order.name, "ratio": ratios})
-            print(f"{call.name:36} {order.name:46} {ratios}", flush=True)
+    for call in chosen:
+        for name, order in ORDERS.items():
+            one = call if name == "as it is" else replace(call, copies=1)
+            ratios = {n: round(not_ordered(call, n, sms) / ordered(one, order(one), n, sms), 2) for n in latencies}
+            copies = one.copies or one.extents["C"]
+            rows.append({"call": call.name, "order": name, "copies": copies, "ratio": ratios})
+            print(f"{call.name:42} {name:24} copies {copies} {ratios}", flush=True)
     return rows
 
 
@@ -216,12 +201,13 @@ def main() -> int:
     parser.add_argument("--sms", type=int, default=SMS)
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args()
-    rows = table(args.latency, args.sms)
+    rows = table(args.latency, args.sms, calls())
     if args.json:
         what = {"what": "predicted speed of the ordered Blackwell backward over the other; simulated, not measured"}
         what |= {"command": " ".join(["python tools/simulate_order.py", *sys.argv[1:]])}
-        what |= {"date": datetime.date.today().isoformat(), "sms": args.sms, "step": STEP}
-        Path(args.json).write_text(json.dumps(what | {"rows": rows}, indent=1) + "\n")
+        what |= {"date": datetime.date.today().isoformat(), "sms": args.sms}
+        units = {f"{depth}{' pair' * pair}": unit.step for (depth, pair), unit in UNITS.items()}
+        Path(args.json).write_text(json.dumps(what | {"step": units, "rows": rows}, indent=1) + "\n")
     return 0
 
 

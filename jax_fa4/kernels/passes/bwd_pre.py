@@ -96,6 +96,7 @@ def bwd_pre(
     tiles: Int32,
     keys,
     kv_heads,
+    copies,
     plan: cutlass.Constexpr,
 ):
     """Rows of LSE -inf, past q_len or padding the tile get LSE +inf and delta 0: exp2(score - inf) = 0 needs no mask.
@@ -111,9 +112,14 @@ def bwd_pre(
     if const_expr(plan.workers > 0):
         begin = place * (plan.rows * plan.work_depth)
         clear_first(work, cleared, (tile, head, batch, begin), (heads, keys, kv_heads), plan)
+    elif const_expr(plan.copies):
+        for c in cutlass.range(copies, unroll=1):
+            clear(work + (place * copies + c) * (plan.rows * plan.work_depth), thread, plan)
+            if thread == 0:
+                turns[place * copies + c] = Int32(0)
     elif const_expr(plan.work_depth > 0):
         clear(work + place * (plan.rows * plan.work_depth), thread, plan)
-    if const_expr(plan.turns):
+    if const_expr(plan.turns and not plan.copies):
         if thread == 0:
             turns[place] = Int32(0)
     if const_expr(plan.tickets):
@@ -143,8 +149,7 @@ def start(stream, plan, data, e, dependent=False):
     kernel = bind(plan, e, dependent)
     pointers = [data[name] for name in ("out", "dout", "lse", "dlse", "ints", "stats")]
     more = [data[name] if name in kernel.pointers else None for name in ("work", "turns", "tickets", "cleared", "dq")]
-    sizes = [e[symbol] for symbol in kernel.extents] + [None] * (plan.unseen == 0)
-    sizes += [None] * (plan.workers == 0)
+    sizes = [e[s] if s in kernel.extents else None for s in ("T", "N", "M", "S", "K", "C")]
     labelled(bwd_pre, plan)(*pointers, *more, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=dependent
     )

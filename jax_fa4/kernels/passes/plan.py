@@ -26,6 +26,7 @@ class BwdPre:
     _: KW_ONLY  # three plans make these: a flag put between others must not move theirs
     turns: bool = False  # also zeroes a number for each query tile, which counts those that added to its dQ
     tickets: bool = False  # also zeroes the ticket counter of work that CTAs take
+    copies: bool = False  # C copies of the workspace and of those numbers, C being an extent of the call
     releases: bool = False  # lets the kernel after it be launched early; that one must wait before it reads anything
     unseen: int = 0  # keys of a tile; also zeroes dQ of query tiles that see no key, where nobody else writes it
     band: bool = False  # as the main kernel's, for `unseen`
@@ -39,6 +40,7 @@ class BwdPre:
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert self.value_depth % 8 == 0 and 8 <= self.value_depth <= 256, self.value_depth
+        assert not (self.workers and self.copies), "whoever zeroes ahead knows of one copy"
         assert not self.workers or (self.unseen and self.work_depth), "workers need the tile of keys"
         assert self.rows % 8 == 0 and self.rows * self.work_depth % 4 == 0, (self.rows, self.work_depth)
 
@@ -70,16 +72,18 @@ class BwdPre:
         """stats holds, a tile: `rows` times LSE in base 2, then `rows` times delta."""
         tile = ("B", "N", "M")
         stats = Buffer("stats", "float32", (*tile, 2 * self.rows), "scratch")
-        work = Buffer("work", "float32", (*tile, self.rows * self.work_depth), "scratch")
+        each = (*tile, *("C",) * self.copies)
+        work = Buffer("work", "float32", (*each, self.rows * self.work_depth), "scratch")
         made: tuple[Buffer, ...] = (stats, work) if self.work_depth else (stats,)
-        made += (Buffer("turns", "int32", tile, "scratch"),) * self.turns
+        made += (Buffer("turns", "int32", each, "scratch"),) * self.turns
         made += (Buffer("tickets", "int32", (1,), "scratch"),) * self.tickets
         made += (Buffer("cleared", "int32", ("B", "K"), "scratch"),) * (self.workers > 0)
         return made + (Buffer("dq", self.dtype, ("B", "T", "N", self.work_depth), "out"),) * (self.unseen > 0)
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T and N."""
-        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.rows)}
+        more = {"C": 1} if self.copies else {}
+        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.rows), **more}
 
 
 def ahead(workers: int, key_tiles: Any) -> Any:
@@ -94,5 +98,5 @@ def bind(plan: BwdPre, e: dict[str, Any], dependent: bool = False) -> Kernel:
     """The launch. Runs on ints and on the DSL's integers."""
     pointers = tuple(b.name for b in plan.inputs + plan.outputs)
     grid = (e["M"] * e["N"] * e["B"], 1, 1)
-    extents = ("T", "N", "M") + ("S",) * (plan.unseen > 0) + ("K",) * (plan.workers > 0)
+    extents = ("T", "N", "M") + ("S",) * (plan.unseen > 0) + ("K",) * (plan.workers > 0) + ("C",) * plan.copies
     return Kernel("bwd_pre", grid, plan.threads, dependent=dependent, pointers=pointers, extents=extents)

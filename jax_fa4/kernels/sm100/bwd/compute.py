@@ -15,6 +15,7 @@ from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.mask import WORD, covered, hide, limits
 from jax_fa4.kernels.sm100.bwd.plan import GROUP
 from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
+from jax_fa4.kernels.sm100.bwd.turns import after
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 LOG2_E = 1.4426950408889634
@@ -162,7 +163,7 @@ def compute(ctx):
     plan = ctx.plan
     group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
     total = ctx.group * (ctx.last - ctx.first)
-    stats_at, m = start(0), cutlass.Int32(ctx.first)
+    stats_at, m = start(0), cutlass.Int32(ctx.course.begin)
     own = key_id(ctx, ctx.tile * plan.tile + thread) if const_expr(plan.segments) else None
     for n in cutlass.range(total, unroll=1):
         ids = None
@@ -177,9 +178,7 @@ def compute(ctx):
         _differ(ctx, line, group, thread, stats_at)
         arrive(ctx.empty["stats"], stats_at)
         stats_at = step(stats_at, 2)
-        m = m + 1
-        if m == ctx.last:
-            m = cutlass.Int32(ctx.first)
+        m = after(ctx.course, m)
     if total > 0:
         cute.arch.mbarrier_wait(ctx.full["final"], 0)
         after_wait()

@@ -18,6 +18,7 @@ class Context:
     group: Any  # query heads of this key head
     first: Any  # query tiles [first, last)
     last: Any
+    course: Any  # order.Course through them
     tiles: Any  # M, the query tiles of a head
     queries: Any  # T
     keys: Any  # S
@@ -37,6 +38,7 @@ class Context:
     stats: Any  # pointers to scratch
     work: Any
     turns: Any  # or None
+    copies: Any  # of dQ, or None
     tmem: Any  # base of the 512 columns
     full: Any  # ring name -> pointer to its barriers
     empty: Any

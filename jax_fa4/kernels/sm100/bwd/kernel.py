@@ -26,6 +26,7 @@ from jax_fa4.kernels.sm100.bwd.context import Context
 from jax_fa4.kernels.sm100.bwd.load import load
 from jax_fa4.kernels.sm100.bwd.mask import example_band
 from jax_fa4.kernels.sm100.bwd.mma import multiply
+from jax_fa4.kernels.sm100.bwd.order import course, placed, plain
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind
 from jax_fa4.kernels.sm100.bwd.reduce import reduce
 
@@ -60,16 +61,19 @@ def _take(tickets, memory, index, plan: cutlass.Constexpr):
 
 
 def _work(plan, index, key_tiles, kv_heads):
-    """(key tile, key head, example) of a place in the order of work.
+    """(key tile, key head, example, rising) of a place in the order of work; the last see order.py.
 
-    Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do. Both
-    across the heads of a section, see plan.SECTION; without a mask or turns head by head, whose queries stay in L2.
+    Without turns the first keys first: causal, they have most to do, and across the heads of a section, see
+    plan.SECTION; without a mask head by head, whose queries stay in L2.
     """
     if const_expr(not (plan.ordered or plan.band)):
-        return work_item(index, key_tiles, kv_heads, False)
-    lines = cute.arch.grid_dim()[0] // key_tiles
-    tile, line = sectioned(index, key_tiles, lines, SECTION, plan.ordered, cutlass.min)
-    return tile, line % kv_heads, line // kv_heads
+        return *work_item(index, key_tiles, kv_heads, False), 0
+    lines, rising = cute.arch.grid_dim()[0] // key_tiles, 0
+    if const_expr(plan.ordered):
+        tile, line, rising = placed(index, key_tiles, lines, SECTION, plan.band, cutlass.min, cutlass.max)
+    else:
+        tile, line = sectioned(index, key_tiles, lines, SECTION, False, cutlass.min)
+    return tile, line % kv_heads, line // kv_heads, rising
 
 
 @cute.jit
@@ -121,6 +125,7 @@ def backward(
     heads: Int32,
     kv_heads: Int32,
     tiles: Int32,
+    copies,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
@@ -142,7 +147,7 @@ def backward(
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
     index = _take(tickets, memory, cute.arch.block_idx()[0], plan)
-    tile, kv_head, batch = _work(plan, index, up(keys, plan.tile), kv_heads)
+    tile, kv_head, batch, rising = _work(plan, index, up(keys, plan.tile), kv_heads)
     band = example_band(ints, batch, queries, keys)
     first, last = query_tiles(tile, (plan.tile, plan.tile), band, plan.band, cutlass.min, cutlass.max)
     first, last, segments = Int32(first), Int32(last), None
@@ -152,6 +157,10 @@ def backward(
             space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
             sizes, lengths = (plan.tile, plan.tile, plan.threads), (band.q_len, band.kv_len)
             first, last = narrowed(tile, (first, last), lengths, segments, space, sizes)
+    path = plain(first, last)
+    if const_expr(plan.ordered):
+        whole = up(band.kv_len, plan.tile)
+        path = course(tile, (first, last), rising, (whole, copies), plan.band, cutlass.min, cutlass.max)
     cap = None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -167,6 +176,7 @@ def backward(
         group=heads // kv_heads,
         first=first,
         last=last,
+        course=path,
         tiles=tiles,
         queries=queries,
         keys=keys,
@@ -186,6 +196,7 @@ def backward(
         stats=stats,
         work=work,
         turns=turns,
+        copies=copies,
         tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_at),
         full=full,
         empty=empty,
@@ -202,7 +213,8 @@ def launch(stream, plan, data, e):
     names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
     pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
-    labelled(backward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+    sizes = [e[symbol] for symbol in main.extents] + [None] * (not plan.ordered)
+    labelled(backward, plan)(*maps, *pointers, *sizes, plan).launch(
         grid=main.grid, block=(main.block, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=main.dependent
     )
     post.start(stream, plan, data, last, e)

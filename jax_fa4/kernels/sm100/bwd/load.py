@@ -6,6 +6,7 @@ from cutlass import Int32, Int64
 
 from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import start, step, wait
+from jax_fa4.kernels.sm100.bwd.turns import visited
 
 
 @cute.jit
@@ -31,8 +32,8 @@ def load(ctx):
         copy_q = views(ctx.q, (n, plan.inner), head, ctx.batch)
         copy_dout = views(ctx.dout, (n, plan.inner_value), head, ctx.batch)
         line = (ctx.batch.to(Int64) * ctx.heads + head) * ctx.tiles
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            begin = (g == 0) & (m == ctx.first)
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            begin, m = (g == 0) & (i == ctx.first), visited(ctx, i)
             if begin:
                 copy_k = views(ctx.k, (n, plan.inner), ctx.kv_head, ctx.batch)
                 fetch(copy_k, ctx.tile, ctx.full["k"], start(0), sizes["k"])

@@ -12,6 +12,7 @@ from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.bwd import products
 from jax_fa4.kernels.sm100.bwd.clear import clear
+from jax_fa4.kernels.sm100.bwd.turns import after
 from jax_fa4.kernels.sm100.sync import after_wait, commit
 
 
@@ -108,7 +109,7 @@ def _keys_queries(ctx, at, n):
 @cute.jit
 def _skewed(ctx, total):
     plan = ctx.plan
-    q_at, dout_at, m = start(0), start(0), Int32(ctx.first)
+    q_at, dout_at, m = start(0), start(0), Int32(ctx.course.begin)
     wait(ctx.full["k"], start(0))
     _clear_keys(ctx, ctx.k[2])
     _scores(ctx, m, q_at, 0)
@@ -117,9 +118,7 @@ def _skewed(ctx, total):
     _slopes(ctx, m, dout_at, 0)
     _values(ctx, dout_at, 0)
     for n in cutlass.range(total - 1, unroll=1):
-        m = m + 1
-        if m == ctx.last:
-            m = Int32(ctx.first)
+        m = after(ctx.course, m)
         next_q, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
         _scores(ctx, m, next_q, n + 1)
         _keys_queries(ctx, q_at, n)
@@ -136,7 +135,7 @@ def _skewed(ctx, total):
 def _serial(ctx, total):
     """S, dV, dP, dK, dQ; and the next S takes dQ's columns when these have been read."""
     plan = ctx.plan
-    q_at, dout_at, m = start(0), start(0), Int32(ctx.first)
+    q_at, dout_at, m = start(0), start(0), Int32(ctx.course.begin)
     wait(ctx.full["k"], start(0))
     _clear_keys(ctx, ctx.k[2])
     for n in cutlass.range(total, unroll=1):
@@ -151,9 +150,7 @@ def _serial(ctx, total):
         _slopes(ctx, m, dout_at, n)
         _keys_queries(ctx, q_at, n)
         q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
-        m = m + 1
-        if m == ctx.last:
-            m = Int32(ctx.first)
+        m = after(ctx.course, m)
 
 
 @cute.jit

@@ -11,6 +11,7 @@ from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, 
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm100.bwd.order import copies
 from jax_fa4.kernels.sm100.regions import TMEM_COLUMNS, Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
 
@@ -220,7 +221,7 @@ class Plan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
-        turns = {"turns": self.ordered, "tickets": self.ordered}
+        turns = dict.fromkeys(("turns", "tickets", "copies"), self.ordered)
         return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, **turns, releases=self.dependent)
 
     @property
@@ -228,12 +229,23 @@ class Plan:
         return backward_inputs(self)
 
     @property
+    def copies(self) -> int:
+        """Copies of dQ that are wanted, see order.py: so many that the tile before in turn is far enough ahead.
+        A turn takes 2000 to 4000 clocks, a step 4104, but at depth 64 2440."""
+        return (1 if self.band else 2) * (2 if self.inner + self.inner_value <= 128 else 1)
+
+    @property
     def outputs(self) -> tuple[Buffer, ...]:
         return gradients(self) + self.pre.outputs
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K. M: query tiles."""
-        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.tile)}
+        """All symbols of one call, from B, T, S, N and K. M: query tiles; C: copies of dQ."""
+        tiles = up(shapes["T"], self.tile), up(shapes["S"], self.tile)
+        made = {**shapes, **value_extents(shapes["B"]), "M": tiles[0]}
+        if self.ordered:
+            size = 4 * shapes["B"] * shapes["N"] * tiles[0] * self.tile * self.depth
+            made["C"] = copies(self.copies, size, shapes["B"] * shapes["K"], tiles, self.band)
+        return made
 
 
 def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
@@ -245,6 +257,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         return rows_of(buffers[name], (plan.tile, plan.depth_of(name)), e, wide, store=store)
 
     scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    ordered = ("C",) * plan.ordered
     main = Kernel(
         "backward",
         (up(e["S"], plan.tile) * e["K"] * e["B"], 1, 1),
@@ -253,7 +266,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         dependent=plan.dependent,
         smem=plan.smem,
         pointers=(*scratch, "ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ())),
-        extents=("T", "S", "N", "K", "M"),
+        extents=("T", "S", "N", "K", "M", *ordered),
     )
     post = Kernel(
         "bwd_post",
@@ -261,17 +274,9 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         POST_THREADS,
         dependent=plan.dependent,
         pointers=("work", "dq", "floats"),
-        extents=("T", "N", "M"),
+        extents=("T", "N", "M", *ordered),
     )
     return bind_pre(plan.pre, e), main, post
-
-
-def turn(tile: Any, last: Any) -> Any:
-    """Rank of key tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles.
-
-    Descending in keys: the first query tile that a causal key tile visits is one where its rank is 0.
-    """
-    return last - 1 - tile
 
 
 def choose(problem: Problem, arch: str = "sm_100a") -> Plan:

@@ -1,4 +1,4 @@
-"""Last kernel: the float32 dQ workspace, [column block of 4][query][4] a tile, becomes dQ of the true scale."""
+"""Last kernel: the float32 dQ workspace, [column block of 4][query][4] a tile, summed over copies, becomes dQ."""
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +21,7 @@ def bwd_post(
     queries: Int32,
     heads: Int32,
     tiles: Int32,
+    copies,
     plan: cutlass.Constexpr,
 ):
     """A warp takes 8 queries by 32 columns at a time: it reads lines of 128 bytes and writes rows of 64."""
@@ -33,6 +34,8 @@ def bwd_post(
     row, lane = POST_ROWS * piece + thread // 32 * 8 + thread % 8, thread % 32 // 8
     depth, i = plan.depth, tile * plan.tile + row
     place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * depth)
+    if const_expr(plan.ordered):
+        place = place * copies
     to = dq + ((batch.to(Int64) * queries + i) * heads + head) * depth
     scale = floats[VALUES.scale]
     found = cute.make_rmem_tensor((4, 2), Float32)
@@ -47,6 +50,11 @@ def bwd_post(
             source = (work + (place + (block * (2 * plan.tile) + row) * 4)).align(16)
             form = cute.make_layout((4, 2), stride=(1, 4 * plan.tile))
             cute.autovec_copy(cute.make_tensor(source, form), found)
+            if const_expr(plan.ordered):
+                for c in cutlass.range(1, copies, unroll=1):
+                    other = cute.make_rmem_tensor((4, 2), Float32)
+                    cute.autovec_copy(cute.make_tensor((source + c * (plan.tile * depth)).align(16), form), other)
+                    found.store(found.load() + other.load())
             half.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
             cute.autovec_copy(half, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))
 
@@ -55,6 +63,7 @@ def start(stream, plan, data, kernel, e):
     """Starts the kernel. data: pointers by buffer name; e: extents by symbol."""
     assert kernel.block == POST_THREADS == POST_ROWS * ACROSS
     pointers = [data[name] for name in kernel.pointers]
-    labelled(bwd_post, plan)(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
+    sizes = [e[symbol] for symbol in kernel.extents] + [None] * (not plan.ordered)
+    labelled(bwd_post, plan)(*pointers, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent
     )

@@ -26,6 +26,7 @@ from jax_fa4.kernels.sm100.bwd.compute import (
 from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
+from jax_fa4.kernels.sm100.bwd.turns import after
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 
@@ -150,7 +151,7 @@ def compute(ctx):
     plan = ctx.plan
     group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
     total = ctx.group * (ctx.last - ctx.first)
-    stats_at, m = start(0), Int32(ctx.first)
+    stats_at, m = start(0), Int32(ctx.course.begin)
     own = key_id(ctx, ctx.tile * plan.tile + thread) if const_expr(plan.segments) else None
     for n in cutlass.range(total, unroll=1):
         for p in cutlass.range_constexpr(plan.parts):
@@ -170,9 +171,7 @@ def compute(ctx):
                 arrive(ctx.empty["stats"], stats_at)
             _hand_over(ctx, small, group, thread, n, p)
         stats_at = step(stats_at, 2)
-        m = m + 1
-        if m == ctx.last:
-            m = Int32(ctx.first)
+        m = after(ctx.course, m)
     if total > 0:
         cute.arch.mbarrier_wait(ctx.full["dq"], (total & 1) ^ 1)  # the last product
         after_wait()

@@ -24,6 +24,7 @@ from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
 from jax_fa4.kernels.sm100.bwd.mask import example_band
+from jax_fa4.kernels.sm100.bwd.order import course, placed, plain
 from jax_fa4.kernels.sm100.bwd.pair import post, products
 from jax_fa4.kernels.sm100.bwd.pair.compute import compute
 from jax_fa4.kernels.sm100.bwd.pair.context import Context
@@ -31,6 +32,7 @@ from jax_fa4.kernels.sm100.bwd.pair.load import load
 from jax_fa4.kernels.sm100.bwd.pair.mma import multiply
 from jax_fa4.kernels.sm100.bwd.pair.plan import LOADED, STORED, bind
 from jax_fa4.kernels.sm100.bwd.pair.reduce import reduce
+from jax_fa4.kernels.sm100.bwd.plan import SECTION
 from jax_fa4.kernels.sm100.sync import meet
 
 STARTING = 128  # registers a thread has at the start: all there are, over 512 threads
@@ -76,6 +78,18 @@ def _place(ticket, plan: cutlass.Constexpr):
             "ld.shared::cluster.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
         )
     return cute.arch.block_idx()[0] // 2
+
+
+def _work(plan, index, key_tiles, kv_heads):
+    """(tile of the pair, key head, example, rising) of a place in the order of work; the last see ../order.py.
+
+    Without turns the first keys first: causal, they have most to do.
+    """
+    if const_expr(not plan.ordered):
+        return *work_item(index, key_tiles, kv_heads, False), 0
+    lines = cute.arch.grid_dim()[0] // plan.ctas // key_tiles
+    tile, line, rising = placed(index, key_tiles, lines, SECTION, plan.band, cutlass.min, cutlass.max)
+    return tile, line % kv_heads, line // kv_heads, rising
 
 
 @cute.jit
@@ -132,6 +146,7 @@ def backward(
     heads: Int32,
     kv_heads: Int32,
     tiles: Int32,
+    copies,
     plan: cutlass.Constexpr,
 ):
     thread = cute.arch.thread_idx()[0]
@@ -155,8 +170,7 @@ def backward(
     _take(tickets, ticket, rank, plan)
     cute.arch.mbarrier_init_fence()
     meet()
-    # Ordered: the last keys first, whose turn comes first. Else the first keys first: causal, they have most to do.
-    pair, kv_head, batch = work_item(_place(ticket, plan), up(keys, 2 * plan.tile), kv_heads, plan.ordered)
+    pair, kv_head, batch, rising = _work(plan, _place(ticket, plan), up(keys, 2 * plan.tile), kv_heads)
     band = example_band(ints, batch, queries, keys)
     first, last = query_tiles(pair, (plan.tile, 2 * plan.tile), band, plan.band, cutlass.min, cutlass.max)
     first, last, segments = Int32(first), Int32(last), None
@@ -166,6 +180,10 @@ def backward(
             space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
             sizes, lengths = (plan.tile, 2 * plan.tile, plan.threads), (band.q_len, band.kv_len)
             first, last = narrowed(pair, (first, last), lengths, segments, space, sizes)
+    path = plain(first, last)
+    if const_expr(plan.ordered):
+        whole = up(band.kv_len, 2 * plan.tile)
+        path = course(pair, (first, last), rising, (whole, copies), plan.band, cutlass.min, cutlass.max)
     cap = None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -186,6 +204,7 @@ def backward(
         group=heads // kv_heads,
         first=first,
         last=last,
+        course=path,
         tiles=tiles,
         queries=queries,
         keys=keys,
@@ -201,6 +220,7 @@ def backward(
         stats=stats,
         work=work,
         turns=turns,
+        copies=copies,
         tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_at),
         full=full,
         empty=empty,
@@ -222,7 +242,8 @@ def launch(stream, plan, data, e):
     names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
     pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
-    labelled(backward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(
+    sizes = [e[symbol] for symbol in main.extents] + [None] * (not plan.ordered)
+    labelled(backward, plan)(*maps, *pointers, *sizes, plan).launch(
         grid=main.grid,
         block=(main.block, 1, 1),
         cluster=(main.cluster, 1, 1),

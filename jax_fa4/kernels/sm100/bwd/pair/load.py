@@ -7,6 +7,7 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.sm100.bwd.load import fetch_line
+from jax_fa4.kernels.sm100.bwd.turns import visited
 
 
 @cute.jit
@@ -30,8 +31,8 @@ def load(ctx):
     for g in cutlass.range(ctx.group, unroll=1):
         head = ctx.kv_head * ctx.group + g
         line = (ctx.batch.to(Int64) * ctx.heads + head) * ctx.tiles
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            begin = (g == 0) & (m == ctx.first)
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            begin, m = (g == 0) & (i == ctx.first), visited(ctx, i)
             if begin:
                 bring(ctx, "k", ctx.kv_head, ctx.tile, 0, start(0))
             for p in cutlass.range_constexpr(plan.parts):

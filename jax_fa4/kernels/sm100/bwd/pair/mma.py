@@ -14,6 +14,7 @@ from cutlass import Int32, const_expr
 from jax_fa4.kernels.sm100 import umma
 from jax_fa4.kernels.sm100.bwd.clear import clear
 from jax_fa4.kernels.sm100.bwd.pair import products
+from jax_fa4.kernels.sm100.bwd.turns import after
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, wait_pair
 
 
@@ -124,14 +125,14 @@ def _dq(ctx, n, more: cutlass.Constexpr):
 
 
 @cute.jit
-def _step(ctx, m, after, n, more: cutlass.Constexpr):
-    """What follows the first products of step n, which is query tile m; more: and those of step n + 1, tile `after`."""
+def _step(ctx, m, then, n, more: cutlass.Constexpr):
+    """What follows the first products of step n, which is query tile m; more: and those of step n + 1, tile `then`."""
     plan = ctx.plan
     for p in cutlass.range_constexpr(plan.parts):
         u, span = plan.parts * n + p, plan.parts * m + p
         last = p == plan.parts - 1
         goes_on = more or not last
-        ahead = plan.parts * after if const_expr(last) else span + 1
+        ahead = plan.parts * then if const_expr(last) else span + 1
         if const_expr(goes_on):
             _scores(ctx, ahead, u + 1, n, p == 0)
         _dk(ctx, span, u)
@@ -150,16 +151,14 @@ def multiply(ctx):
     plan = ctx.plan
     total = ctx.group * (ctx.last - ctx.first)
     if total > 0:
-        m = Int32(ctx.first)
+        m = Int32(ctx.course.begin)
         _keys(ctx, "k")
         _scores(ctx, plan.parts * m, Int32(0), Int32(0), False)
         _keys(ctx, "v")
         _slopes(ctx, plan.parts * m, Int32(0))
         _values(ctx, plan.parts * m, Int32(0))
         for n in cutlass.range(total - 1, unroll=1):
-            after = m + 1
-            if after == ctx.last:
-                after = Int32(ctx.first)
-            _step(ctx, m, after, n, True)
-            m = after
+            then = after(ctx.course, m)
+            _step(ctx, m, then, n, True)
+            m = then
         _step(ctx, m, m, total - 1, False)

@@ -12,6 +12,7 @@ from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
 from jax_fa4.kernels.sm100.bwd import plan as single
+from jax_fa4.kernels.sm100.bwd.order import copies
 from jax_fa4.kernels.sm100.bwd.wide.plan import WidePlan, wanted, wide
 from jax_fa4.kernels.sm100.regions import Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem
@@ -25,6 +26,7 @@ SHALLOWEST = 72  # a depth that 64 columns would hold wastes half of every produ
 POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 CAPPED_REGISTERS = (96, 176, 64)
+CAPPED_BOTH_WAYS_REGISTERS = (88, 176, 72)  # 40 bytes spill in float16 with segments; with those above 96
 ORDERED_REGISTERS = (104, 168, 72)
 DEEP_REGISTERS = (128, 136, 112)
 
@@ -250,7 +252,7 @@ class PairPlan:
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile."""
-        made = {"turns": self.ordered, "tickets": self.ordered, "releases": self.dependent}
+        made = dict.fromkeys(("turns", "tickets", "copies"), self.ordered) | {"releases": self.dependent}
         return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.inner, **made)
 
     @property
@@ -262,8 +264,14 @@ class PairPlan:
         return gradients(self) + self.pre.outputs
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K. M: query tiles."""
-        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.tile)}
+        """All symbols of one call, from B, T, S, N and K. M: query tiles; C: copies of dQ, see ../order.py."""
+        tiles = up(shapes["T"], self.tile), up(shapes["S"], self.ctas * self.tile)
+        made = {**shapes, **value_extents(shapes["B"]), "M": tiles[0]}
+        if self.ordered:
+            size = 4 * shapes["B"] * shapes["N"] * tiles[0] * self.tile * self.inner
+            most = 1 if self.band else 2  # a step takes 3336 clocks, as many as a turn may
+            made["C"] = copies(most, size, shapes["B"] * shapes["K"], tiles, self.band)
+        return made
 
 
 # Shared name -> the buffer that fills it, in launch order; gradients leave from k's and v's places.
@@ -280,6 +288,7 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
     ]
     maps += [rows_of(buffers[name], boxes[place], e, wide, store=True) for name, place in STORED.items()]
     scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    ordered = ("C",) * plan.ordered
     main = Kernel(
         "backward",
         (plan.ctas * up(e["S"], plan.ctas * plan.tile) * e["K"] * e["B"], 1, 1),
@@ -289,7 +298,7 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
         cluster=plan.ctas,
         smem=plan.smem,
         pointers=(*scratch, "ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ())),
-        extents=("T", "S", "N", "K", "M"),
+        extents=("T", "S", "N", "K", "M", *ordered),
     )
     post = Kernel(
         "bwd_post",
@@ -297,14 +306,9 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
         POST_THREADS,
         dependent=plan.dependent,
         pointers=("work", "dq", "floats"),
-        extents=("T", "N", "M"),
+        extents=("T", "N", "M", *ordered),
     )
     return bind_pre(plan.pre, e), main, post
-
-
-def turn(tile: Any, last: Any) -> Any:
-    """Rank of pair tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles."""
-    return last - 1 - tile
 
 
 def worth(problem: Problem) -> bool:
@@ -337,7 +341,7 @@ def registers_for(depth: int, **kinds: bool) -> tuple[int, int, int]:
     if depth > NATIVE_DEPTHS[0]:
         return DEEP_REGISTERS
     if kinds["soft_cap"]:
-        return CAPPED_REGISTERS
+        return CAPPED_BOTH_WAYS_REGISTERS if kinds["ordered"] and kinds["band"] else CAPPED_REGISTERS
     plain = not (kinds["band"] or kinds["segments"])
     return ORDERED_REGISTERS if plain and kinds["ordered"] else PairPlan.registers
 

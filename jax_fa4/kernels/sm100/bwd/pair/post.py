@@ -1,4 +1,4 @@
-"""Last kernel: the float32 dQ workspace of pairs, see reduce.py, becomes dQ of the true scale."""
+"""Last kernel: the float32 dQ workspace of pairs, see reduce.py, becomes dQ of the true scale, summed over copies."""
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +21,7 @@ def bwd_post(
     queries: Int32,
     heads: Int32,
     tiles: Int32,
+    copies,
     plan: cutlass.Constexpr,
 ):
     """A warp takes 8 queries by 32 columns at a time: it reads lines of 128 bytes and writes rows of 64.
@@ -39,6 +40,8 @@ def bwd_post(
     half, unit = plan.half, plan.unit
     owner, inside = row // unit % 2, POST_ROWS // 2 * piece + row // (2 * unit) * unit + row % unit
     place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * plan.inner)
+    if const_expr(plan.ordered):
+        place = place * copies
     place = place + owner * (GROUP * half) + inside * 4
     to = dq + ((batch.to(Int64) * queries + i) * heads + head) * plan.depth
     scale = floats[VALUES.scale]
@@ -56,6 +59,11 @@ def bwd_post(
             source = (work + (place + right * (POST_ROWS * 4) + within * (2 * 4 * GROUP))).align(16)
             form = cute.make_layout((4, 2), stride=(1, 4 * GROUP))
             cute.autovec_copy(cute.make_tensor(source, form), found)
+            if const_expr(plan.ordered):
+                for c in cutlass.range(1, copies, unroll=1):
+                    other = cute.make_rmem_tensor((4, 2), Float32)
+                    cute.autovec_copy(cute.make_tensor((source + c * (plan.tile * plan.inner)).align(16), form), other)
+                    found.store(found.load() + other.load())
             small.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
             cute.autovec_copy(small, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))
 
@@ -68,6 +76,7 @@ def start(stream, plan, data, kernel, e):
         and POST_ROWS % (2 * plan.unit) == 0
     )
     pointers = [data[name] for name in kernel.pointers]
-    labelled(bwd_post, plan)(*pointers, *[e[symbol] for symbol in kernel.extents], plan).launch(
+    sizes = [e[symbol] for symbol in kernel.extents] + [None] * (not plan.ordered)
+    labelled(bwd_post, plan)(*pointers, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent
     )

@@ -9,39 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm100 import tmem
-from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, turn
+from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP
+from jax_fa4.kernels.sm100.bwd.turns import add, add_in_turn, give_turn, place, visited
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 MEET = 2  # named barrier of the reduce warps
-
-
-@cute.jit
-def _add(to, source, nbytes: cutlass.Constexpr):
-    """Starts and commits one bulk addition; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
-    )
-    cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def _await_turn(flag, rank):
-    """Spins until `rank` pairs have added to this query tile; each of their CTAs counts, for its own half."""
-    now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-    while now < 2 * rank:
-        now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-    cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
-
-
-@cute.jit
-def _rank(ctx, m):
-    """The pair's turn at query tile m."""
-    plan = ctx.plan
-    _, last = key_tiles(m, (plan.tile, 2 * plan.tile), ctx.band, plan.band, cutlass.min, cutlass.max)
-    return turn(ctx.pair, last)
 
 
 def _later(place, count, places):
@@ -51,8 +24,9 @@ def _later(place, count, places):
 
 
 @cute.jit
-def _send(ctx, slot, m):
-    """Adds a thread's part of dQ to the workspace, slice by slice. slot: of query tile m in workspace and turns."""
+def _send(ctx, slot, rank, before):
+    """Adds a thread's part of dQ to the workspace, slice by slice. slot: of the tile in workspace and turns, where
+    `rank` pairs come before; before: of the step before, -1 where there was none."""
     plan, thread, part = ctx.plan, ctx.thread, ctx.part
     count, width = plan.half // plan.slice, plan.slice
     line = tmem.read(ctx.tmem + plan.at("dq"), plan.half, thread)
@@ -60,36 +34,48 @@ def _send(ctx, slot, m):
     before_arrive()
     arrive_warp(ctx.empty["dq"], plan.leader)
     to = ctx.work + (slot * (plan.tile * plan.inner) + ctx.rank * (GROUP * plan.half))
-    flag = ctx.turns + slot if const_expr(plan.ordered) else None
     for s in cutlass.range_constexpr(count):
-        place = part + s % plan.slices * plan.slice_numbers
+        room = part + s % plan.slices * plan.slice_numbers
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(_later(s, count, plan.slices), read=True)
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
         for c in cutlass.range_constexpr(0, width, 4):
-            at = (place + (c * GROUP + 4 * thread)).align(16)
+            at = (room + (c * GROUP + 4 * thread)).align(16)
             source = cute.make_tensor(line.iterator + (width * s + c), cute.make_layout(4))
             cute.autovec_copy(source, cute.make_tensor(at, cute.make_layout(4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
         if thread == 0:
+            to_slice, nbytes = to + s * plan.slice_numbers, 4 * plan.slice_numbers
             if const_expr(plan.ordered and s == 0):
-                _await_turn(flag, _rank(ctx, m))
-            _add(to + s * plan.slice_numbers, place, 4 * plan.slice_numbers)
-            if const_expr(plan.ordered and s == count - 1):
-                cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
-                cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+                flag, wanted = ctx.turns + slot, plan.ctas * rank  # each CTA of a pair counts, for its own half
+                if before >= 0:
+                    add_in_turn((flag, ctx.turns + before), wanted, to_slice, room, nbytes)
+                else:
+                    add_in_turn((flag, None), wanted, to_slice, room, nbytes)
+            else:
+                add(to_slice, room, nbytes)
 
 
 @cute.jit
 def reduce(ctx):
-    n = Int32(0)
+    plan = ctx.plan
+    n, before = Int32(0), Int64(-1)
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            m, rank = visited(ctx, i), None
+            slot = line + m
+            if const_expr(plan.ordered):
+                copy, rank = place(ctx, ctx.pair, m, plan.ctas * plan.tile)
+                slot = slot * ctx.copies + copy
             cute.arch.mbarrier_wait(ctx.full["dq"], n & 1)
             after_wait()
-            _send(ctx, line + m, m)
-            n = n + 1
+            _send(ctx, slot, rank, before)
+            n, before = n + 1, slot
     if ctx.thread == 0:
-        cute.arch.cp_async_bulk_wait_group(0)
+        if const_expr(plan.ordered):
+            if before >= 0:
+                give_turn(ctx.turns + before, 0)
+        else:
+            cute.arch.cp_async_bulk_wait_group(0)
