@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import struct
 from typing import Any
 
 from launch import ITEM_BYTES, Launch, TensorMap
 
+MINUS_INFINITY = "-8388608"  # its bits, as PTX writes them in a selection
 ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}
 
 
@@ -16,6 +18,8 @@ def normal(ptx: str) -> str:
     `collector` is a reuse hint. min.relu is the larger of 0 and the minimum. A shift by 32 or more gives 0, as one by
     32 does; it refuses large counts. A selection between floats is written as one, the bits being the same. Addresses
     that are rounded up to 16 bytes, of rows that are multiples of them, are what they were: it loses track of them.
+    "x = 0 selects a, else b" becomes "x != 0 selects b, else a": of a sum of exponentials the prover knows that it is
+    not 0, and concludes nothing from that about "= 0". Its values are reals, so not `neu`.
     """
     ptx = ptx.rstrip("\0").replace(".collector::a::discard", "")
     ptx = re.sub(r"min\.relu\.s32\s+(%r\d+), ([^;]+);", r"min.s32 \1, \2; max.s32 \1, \1, 0;", ptx)
@@ -26,17 +30,76 @@ def normal(ptx: str) -> str:
     for line in ptx.splitlines():
         op = line.split(None, 1)
         if len(op) == 2 and re.search(r"\.f32(x2)?$", op[0]) and not op[0].startswith("mov"):
-            floats |= set(re.findall(r"%r\d+", op[1]))
+            floats |= set(re.findall(r"%rd?\d+", op[1]))
+    for low, high, pair in re.findall(r"mov\.b64\s+\{(%r\d+), (%r\d+)\}, (%rd\d+);", ptx):
+        floats |= {low, high} if pair in floats else set()
 
     def select(match: re.Match) -> str:
         to, values, p = match[1], [x.strip() for x in match[2].split(",")], match[3]
-        if not ({to, *values} & floats):
+        if not ({to, *values} & floats or MINUS_INFINITY in values):
             return match[0]
         floats.add(to)
         values = [x if x.startswith("%") else f"0f{int(x) & 0xFFFFFFFF:08X}" for x in values]
         return f"selp.f32 {to}, {values[0]}, {values[1]}, {p};"
 
-    return re.sub(r"selp\.b32\s+(%r\d+), ([^;]+), (%p\d+);", select, ptx)
+    return _by_difference(re.sub(r"selp\.b32\s+(%r\d+), ([^;]+), (%p\d+);", select, ptx))
+
+
+def _by_difference(ptx: str) -> str:
+    """Comparisons of floats with 0 that only selections use: by "not equal", with the selections' arms exchanged."""
+    for test in re.findall(r"setp\.eq\.f32\s+(%p\d+), %r\d+, 0f00000000;", ptx):
+        chosen = rf"(selp\.\w+\s+%\w+), ([^,;]+), ([^,;]+), {test};"
+        if len(re.findall(rf"{test}\b", ptx)) == 1 + len(re.findall(chosen, ptx)):
+            ptx = re.sub(rf"setp\.eq(\.f32\s+{test},)", r"setp.ne\1", ptx)
+            ptx = re.sub(chosen, rf"\1, \3, \2, {test};", ptx)
+    return ptx
+
+
+# Of a cubic that the prover takes for 2^f itself, if every literal and the order of operands are these.
+IDEAL_EXP2 = (0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)
+
+
+def _word(x: float) -> str:
+    return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def ideal_exponentials(ptx: str, degree: int) -> str:
+    """Polynomial exponentials as exact ones: their coefficients become the ones that the prover takes for exact.
+
+    Only where all of ours are there, so another constant, clamp, shift or order of operations is not forgiven. What the
+    polynomial's own error is, `tools/fit_exp2.py` and its test say. A quartic loses its first step.
+    """
+    from jax_fa4.kernels.sm100.exp2 import COEFFICIENTS
+
+    ours, theirs = [_word(x) for x in COEFFICIENTS[degree]], [_word(x) for x in IDEAL_EXP2]
+    if any(len(re.findall(word, ptx)) != 1 for word in ours):
+        raise ValueError(f"of the coefficients {ours} each must be there once: {[ptx.count(w) for w in ours]}")
+    pairs = {}
+    for word in ours:
+        (scalar,) = re.findall(rf"mov\.b32\s+(%r\d+), {word};", ptx)
+        (pairs[word],) = re.findall(rf"mov\.b64\s+(%rd\d+), \{{{scalar}, {scalar}\}};", ptx)
+    if degree == 4:
+        first = rf"fma\.rn\.f32x2(\s+%rd\d+), {pairs[ours[3]]}, %rd\d+, {pairs[ours[2]]};"
+        ptx = re.sub(first, rf"mov.b64\1, {pairs[ours[3]]};", ptx)
+        theirs.insert(2, theirs[2])
+    for mine, known in zip(ours, theirs, strict=True):
+        ptx = ptx.replace(mine, known)
+    return ptx
+
+
+def never_moved(ptx: str, lazy: float) -> str:
+    """The path condition of an arm that skips every rescale: no row moved its reference maximum after its first block.
+
+    There the old maximum is -inf, later it is finite. So "grown by no more than `lazy`" is written as "the factor of
+    the old sum is not 0", which the prover decides in either.
+    """
+    found = re.findall(rf"setp\.ge\.f32\s+%p\d+, (%r\d+), {_word(-lazy)};", ptx)
+    powers = re.findall(rf"ex2\.approx\.ftz\.f32\s+(%r\d+), {found[0]};", ptx) if found else []
+    if len(found) != 1 or len(powers) != 1:
+        raise ValueError(f"{len(found)} comparisons with {-lazy} and {len(powers)} powers of what is compared, not one")
+    return re.sub(
+        rf"setp\.ge(\.f32\s+%p\d+), {found[0]}, {_word(-lazy)};", rf"setp.ne\1, {powers[0]}, 0f00000000;", ptx
+    )
 
 
 def _rounded(match: re.Match) -> str:
@@ -150,6 +213,17 @@ def _place(launch: Launch, name: str) -> tuple[str, list[int], list[int], int]:
     return f"6:global{len(name)}:{name}", list(shape), strides, ITEM_BYTES[dtype]
 
 
+def _premise(launch: Launch, name: str) -> list[dict[str, Any]]:
+    """Of an operand whose known elements are all the same: this value. Control flow has the known values from
+    `shape_arrays`, but for what is selected by them the prover reads memory, and only takes a range of all elements."""
+    values = {int(x) for x in launch.contents.get(name, ())} if launch.buffers[name][0] == "int32" else set()
+    if len(values) != 1:
+        return []
+    (value,) = values
+    rule = {"object": name, "region": "whole_object", "source": "the known contents, see shape_arrays"}
+    return [rule | {"element_type": t, "min_inclusive": value, "max_inclusive": value} for t in ("s32", "u32")]
+
+
 def binding(launch: Launch, inputs: list[str], outputs: list[str]) -> dict[str, Any]:
     """Which buffers the reference's arguments and results are."""
     side: dict[str, Any] = {"allocations": {}, "parameters": {}, "layouts": {}}
@@ -173,7 +247,10 @@ def binding(launch: Launch, inputs: list[str], outputs: list[str]) -> dict[str, 
         both |= {f"{s}_strides_bytes": strides for s in ("left", "right")}
         tensors.append({**both, "element_bytes": size, "shape": shape})
     one = {"kind": "dense_tensor", **tensors[0]} if len(tensors) == 1 else None
+    known = [rule for name in inputs for rule in _premise(launch, name)]
+    context = {"checker_context": {"input_contract": known}} if known else {}
     return {
+        **context,
         "schema": "spverify.equivalence-mapping.v1",
         "left_inputs": side,
         "right_inputs": side,

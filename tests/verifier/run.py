@@ -72,14 +72,23 @@ def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | 
         r = verify(
             str(at / "k.ptx"), input=str(at / "k.json"), timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB, **more
         )
-    found = tuple(
+    return verdict_of(r)
+
+
+def verdict_of(r: dict[str, Any]) -> Verdict:
+    found = [
         f"{d.get('code')} at {d.get('line') or d.get('source_site')}: {str(d.get('message'))[:300]}"
         for d in r.get("diagnostics", [])[:4]
-    )
+    ]
+    rows = (r.get("equivalence") or {}).get("rows", [])
+    declined = [row for row in rows if row.get("status") == "not_proven"]
+    if declined:
+        why = {str(v) for row in declined for k, v in row.items() if k.endswith("_decline")}
+        found.append(f"{len(declined)} of {len(rows)} results not proved, from {declined[0]['family']} on: {why}")
     return Verdict(
         str(r.get("result")),
         int(r.get("warning_count") or 0),
-        found,
+        tuple(found),
         round(float(r.get("elapsed_seconds") or 0), 1),
         round(float(r.get("peak_rss_mib") or 0)),
         r.get("checks"),
