@@ -19,10 +19,24 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 OUT = ROOT / "docs" / "measured" / "sm100_equality.json"
 
 
+def entry(case, verdict) -> dict:
+    """What is recorded of a verdict."""
+    from verifier import cases, ledger
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {p: importlib.metadata.version(p) for p in ("sentryward", "nvidia-cutlass-dsl")},
+        "asked": "equality" if case.equal else "safety",
+        "case": {**asdict(case), "sizes": case.sizes, "values": case.values},
+        "ptx": ledger.ptx_digest(cases.built(case.plan)),
+        "verdict": asdict(verdict),
+    }
+
+
 def main() -> None:
     from verifier import cases, run
 
-    every = {**cases.QUICK, **cases.LONG, **cases.EQUAL}
+    every = {**cases.QUICK, **cases.LONG, **cases.EQUAL, **cases.OPEN}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(every)}")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds a case")
@@ -34,13 +48,7 @@ def main() -> None:
     for name in args.names or every:
         case = every[name]
         verdict = cases.judge(case, timeout=args.timeout)
-        found[name] = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "versions": {p: importlib.metadata.version(p) for p in ("sentryward", "nvidia-cutlass-dsl")},
-            "asked": "equality" if case.equal else "safety",
-            "case": {**asdict(case), "sizes": case.sizes},
-            "verdict": asdict(verdict),
-        }
+        found[name] = entry(case, verdict)
         OUT.write_text(json.dumps(found, indent=1, default=str) + "\n")
         print(f"{name}: {verdict}", flush=True)
 

@@ -26,13 +26,11 @@ def _max3(a, b, c):
     return Float32(nvvm.fmax(a, b, c=c))
 
 
-def row_max(line, peak):
-    """max(peak, line).
-
-    `peak` enters one chain only, at no cost: the static verifier knows the maximum of a row if each term is in it once.
-    """
-    best = [_max3(line[0], line[1], peak)]
-    best += [cute.arch.fmax(line[2 * i], line[2 * i + 1]) for i in range(1, CHAINS)]
+def row_max(line, peak, once=False):
+    """max(peak, line). once: `peak` enters one chain only, which costs nothing and is the same number; the static
+    verifier's proof of equality wants every term of a maximum once."""
+    best = [_max3(line[2 * i], line[2 * i + 1], peak) for i in range(1 if once else CHAINS)]
+    best += [cute.arch.fmax(line[2 * i], line[2 * i + 1]) for i in range(len(best), CHAINS)]
     for c in range(2 * CHAINS, cute.size(line), 2 * CHAINS):
         for i in range(CHAINS):
             best[i] = _max3(best[i], line[c + 2 * i], line[c + 2 * i + 1])
@@ -136,7 +134,7 @@ def softmax(ctx):
         hide(ctx, s, thread, start - i, line)
         if const_expr(plan.segments):
             hide_others(ctx, start - i, line, own)
-        peak, factor = move(plan, peak, row_max(line, peak), ctx.scale)
+        peak, factor = move(plan, peak, row_max(line, peak, plan.baked_scale is not None), ctx.scale)
         stats[slot] = factor
         cute.arch.barrier_arrive(barrier_id=mine, number_of_threads=64)
         weigh(ctx, s, thread, line, peak)
