@@ -17,13 +17,17 @@ class MBarrier:
         self.cta, self.at = cta, at
         self.expected = self.pending = count
         self.tx = self.phase = self.observed = 0
+        self.given = self.known = None  # clocks: of this phase's arrivals so far, of all completed phases
+        self.born = 0  # the event in which it was initialised
         self.copies = False  # has it ever expected bytes? Then what it guards came by copy, not from tcgen05
 
     def __str__(self):
         arrivals = f"{self.pending} of {self.expected} arrivals pending"
         return f"mbarrier {self.at} of {self.cta.name}: phase {self.phase}, {arrivals}, {self.tx} bytes pending"
 
-    def arrive(self, count, report):
+    def arrive(self, count, report, clock=None):
+        """`clock`: what the arrival releases."""
+        self.given = self.cta.machine.order.joined(self.given, clock)
         if self.phase >= 2 and self.observed < self.phase - 1:
             report(
                 "phase_overrun",
@@ -40,7 +44,8 @@ class MBarrier:
         self.tx += count
         self._bytes(report)
 
-    def complete(self, count, report):
+    def complete(self, count, report, clock=None):
+        self.given = self.cta.machine.order.joined(self.given, clock)
         self.tx -= count
         self._bytes(report)
         self._advance()
@@ -54,6 +59,7 @@ class MBarrier:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.pending = self.expected
+            self.known, self.given = self.cta.machine.order.joined(self.known, self.given), None
             self.cta.machine.completed = True
 
     def passed(self, parity):
@@ -82,6 +88,7 @@ def find(cta, at, report, what):
 class _Named:
     def __init__(self):
         self.arrived, self.count, self.generation, self.names = 0, None, 0, []
+        self.meeting = [None]  # the clock of those who have arrived in this generation
 
 
 class NamedBarriers:
@@ -94,8 +101,8 @@ class NamedBarriers:
     def get(self, index):
         return self.table.setdefault(index, _Named())
 
-    def arrive(self, index, count, unit, report):
-        """A warp arrives at barrier `index` of `count` threads. Returns (barrier, generation to wait for)."""
+    def arrive(self, index, count, unit, report, clock=None):
+        """A warp arrives at barrier `index` of `count` threads. Returns (barrier, generation to wait for, its meeting)."""
         if not 0 <= index < 16:
             report("named_barrier", f"barrier {index} does not exist (0..15)")
         if count % WARP or count <= 0:
@@ -106,17 +113,18 @@ class NamedBarriers:
         if unit.name in b.names:
             report("named_barrier", f"barrier {index}: {unit.name} arrives twice at one phase")
         b.count = count
-        generation = b.generation
+        generation, meeting = b.generation, b.meeting
+        meeting[0] = unit.machine.order.joined(meeting[0], clock)
         b.arrived += WARP
         b.names.append(unit.name)
         self.cta.machine.events += 1
         if b.arrived >= b.count:
             if b.arrived > b.count:
                 report("named_barrier", f"barrier {index}: {b.arrived} threads arrived, {b.count} expected")
-            b.arrived, b.count, b.names = 0, None, []
+            b.arrived, b.count, b.names, b.meeting = 0, None, [], [None]
             b.generation += 1
             self.cta.machine.completed = True
-        return b, generation
+        return b, generation, meeting
 
     def leftovers(self):
         return [(i, b) for i, b in self.table.items() if b.arrived]

@@ -10,6 +10,7 @@ from .effects import Effect, effect, lane_address, lane_value
 from .engine import Operation
 from .launch import PARAM_SPACE, PARAM_STATE
 from .memory import CELL
+from .order import ATOMIC, READ, WRITE
 
 _HINTS = ("L2::cache_hint", "tile", "bulk_group", "mbarrier::complete_tx::bytes")
 
@@ -20,6 +21,7 @@ class Group:
     def __init__(self):
         self.reads = self.writes = self.size = 0
         self.read_waited = False
+        self.read_event = self.write_event = None  # the newest ones; see order.py
 
 
 def groups(cta, thread):
@@ -111,6 +113,8 @@ def _tensor_load(program, ins, rank, parts):
                 if not multicast and (own >> 24) != cta.rank and not (pair and (own >> 25) == (cta.rank >> 1)):
                     report("mbarrier", f"the copy goes to CTA rank {cta.rank}, its mbarrier is in rank {own >> 24}")
                 barrier = find(w.cta, own, report, "tensor copy")
+                if barrier is not None:
+                    w.machine.order.uses(w, barrier, ins)
                 start_load(w, ins, desc, coords(w, lane), cta, at & 0xFFFFFF, barrier)
         return True
 
@@ -126,7 +130,10 @@ def start_load(w, ins, desc, coords, cta, offset, barrier):
     if cta.exited:
         report("remote_exit", f"tensor copy into {cta.name}, which has exited")
     cells = cta.shared.begin(tma.box_cells(offset, desc.box_bytes, desc.swizzle), True, report, "tensor copy write")
-    space = machine.globals.spaces[desc.buffer]
+    space, order = machine.globals.spaces[desc.buffer], machine.order
+    event = order.issue(w, ins, "copies", _counting(barrier, cta), "a copy into shared memory")
+    order.cells(w, ins, cta.shared, event, WRITE, cells)
+    order.words(w, ins, space, event, READ, partial(tma.box_words, desc, coords))
     _poison(w, cta.shared, cells)
     early = machine.rng.random() < machine.policy.read_early
     box = tma.read_box(desc, space, coords, report) if early else None
@@ -143,9 +150,14 @@ def start_load(w, ins, desc, coords, cta, offset, barrier):
         if barrier is not None:
             if barrier.cta.exited and barrier.cta is not cta:
                 report("remote_exit", f"bytes count on an mbarrier of {barrier.cta.name}, which has exited")
-            barrier.complete(desc.box_bytes, report)
+            barrier.complete(desc.box_bytes, report, order.completed(event))
 
     machine.engine.submit(Operation(finish, f"tensor load to offset {offset} of {cta.name}"))
+
+
+def _counting(barrier, cta):
+    """Names the copies that count on one mbarrier."""
+    return (id(barrier),) if barrier is not None else (id(cta), "nowhere")
 
 
 def _tensor_store(program, ins, rank, reduce):
@@ -176,14 +188,16 @@ def _tensor_store(program, ins, rank, reduce):
                     w, "tma.reduce" if reduce else "tma.store", tma.write_box(desc, space, to, box, reduce, report)
                 )
 
-            start_store(w, ins, lane, cells, put)
+            into = space, ATOMIC if reduce else WRITE, partial(tma.box_words, desc, to)
+            start_store(w, ins, lane, cells, put, into)
         return True
 
     return Effect(run, ins, yields=True)
 
 
-def start_store(w, ins, lane, cells, put):
-    """Read `cells` of the CTA's shared memory, then `put(words)`; both belong to the thread's open bulk group."""
+def start_store(w, ins, lane, cells, put, into):
+    """Read `cells` of the CTA's shared memory, then `put(words)`; both belong to the thread's open bulk group. into:
+    (space, how, words) that it writes."""
     machine, shared, report = w.machine, w.cta.shared, w.reporter(ins)
     cells = shared.begin(cells, False, report, "bulk copy read")
     if not (shared.typed(8, 2, True)[cells] == np.uint64(0x0101010101010101)).all():
@@ -192,6 +206,11 @@ def start_store(w, ins, lane, cells, put):
     group.reads += 1
     group.writes += 1
     group.size += 1
+    order, thread = machine.order, (id(w.cta), w.lo + lane)
+    group.read_event = order.issue(w, ins, "bulk reads", thread, f"a bulk copy of {w.name} that reads")
+    order.cells(w, ins, shared, group.read_event, READ, cells)
+    group.write_event = order.issue(w, ins, "bulk writes", thread, f"a bulk copy of {w.name} that writes")
+    order.words(w, ins, into[0], group.write_event, into[1], into[2])
     machine.count(w, "bulk.read", len(cells) * CELL)
     held = []
 
@@ -248,6 +267,9 @@ def wait_group(program, ins):
             return False
         for g in held:
             g.read_waited = True
+            w.machine.order.learn(w, g.read_event)
+            if not read:
+                w.machine.order.learn(w, g.write_event)
         w.wait = None
         return True
 
@@ -314,7 +336,8 @@ def _linear_store(program, ins, add):
                 space.init[at : at + n] = 1
                 w.machine.count(w, "bulk.reduce" if add else "bulk.store", n)
 
-            start_store(w, ins, lane, cells, put)
+            into = space, ATOMIC if add else WRITE, _words(to - base, n)
+            start_store(w, ins, lane, cells, put, into)
         return True
 
     return Effect(run, ins, yields=True)
@@ -340,7 +363,10 @@ def _linear_load(program, ins, source):
                 continue
             if signal >> 24 != to >> 24:
                 report("mbarrier", f"the copy goes to CTA rank {to >> 24}, its mbarrier is in rank {signal >> 24}")
-            barrier = find(w.cta, signal, report, "bulk copy")
+            barrier, order = find(w.cta, signal, report, "bulk copy"), machine.order
+            if barrier is not None:
+                order.uses(w, barrier, ins)
+            event = order.issue(w, ins, "copies", _counting(barrier, cta), "a copy into shared memory")
             if source == "global":
                 space, base = machine.globals.find(frm)
                 if space is None or frm - base + n > space.size:
@@ -350,20 +376,23 @@ def _linear_load(program, ins, source):
                     )
                     continue
                 fetch, done = partial(_bytes, space, frm - base, n, report), None
+                order.words(w, ins, space, event, READ, _words(frm - base, n))
             else:
                 held = w.cta.shared.begin(
                     (frm & 0xFFFFFF) // CELL + np.arange(n // CELL), False, report, "bulk copy read"
                 )
                 fetch = partial(_bytes, w.cta.shared, frm & 0xFFFFFF, n, report)
                 done = partial(w.cta.shared.end, held, False)
+                order.cells(w, ins, w.cta.shared, event, READ, held)
                 machine.count(w, "bulk.read", n)
             cells = cta.shared.begin((to & 0xFFFFFF) // CELL + np.arange(n // CELL), True, report, "bulk copy write")
+            order.cells(w, ins, cta.shared, event, WRITE, cells)
             _poison(w, cta.shared, cells)
             early = fetch() if machine.rng.random() < machine.policy.read_early else None
             machine.count(w, "bulk.write", n)
             cta.in_flight += 1
 
-            def finish(cta=cta, cells=cells, early=early, fetch=fetch, done=done, n=n, barrier=barrier):
+            def finish(cta=cta, cells=cells, early=early, fetch=fetch, done=done, n=n, barrier=barrier, event=event):
                 raw = early if early is not None else fetch()
                 cta.shared.typed(8, 2)[cells] = raw.view(np.uint64).reshape(-1, 2)[: len(cells)]
                 cta.shared.typed(8, 2, True)[cells] = np.uint64(0x0101010101010101)
@@ -372,12 +401,16 @@ def _linear_load(program, ins, source):
                     done()
                 cta.in_flight -= 1
                 if barrier is not None:
-                    barrier.complete(n, report)
+                    barrier.complete(n, report, order.completed(event))
 
             machine.engine.submit(Operation(finish, f"bulk load to {cta.name}"))
         return True
 
     return Effect(run, ins, yields=True)
+
+
+def _words(at, n):
+    return np.arange(at // 4, -(-(at + n) // 4))
 
 
 def _bytes(space, at, n, report):

@@ -7,6 +7,7 @@ import numpy as np
 from .barriers import find
 from .effects import Effect, address, effect, lane_address, lane_value, reader, strict
 from .engine import Operation
+from .order import READ, WRITE
 
 _FORM = ("async", "ca", "cg", "shared", "shared::cta", "global", "L2::128B", "L2::256B", "L2::64B", "L2::cache_hint")
 
@@ -15,7 +16,7 @@ class _Copies:
     """A warp's copies: how many are in flight in the open group and in each committed one."""
 
     def __init__(self):
-        self.open = [0]
+        self.open = [0, None]  # copies in flight, and the newest one's event
         self.committed = []
 
 
@@ -47,8 +48,16 @@ def copy(program, ins):
         n = np.broadcast_to(valid(w), (w.n,))[active] if valid is not None else np.full(len(to), size, np.uint32)
         cells = np.unique((to >> np.uint32(4)).astype(np.int64))
         cells = shared.begin(cells, True, report, "cp.async write")
-        group = copies(w).open
+        group, order = copies(w).open, machine.order
         group[0] += 1
+        event = group[1] = order.issue(w, ins, "cp.async", queue(w), f"a cp.async of {w.name}", in_order=True)
+        order.cells(w, ins, shared, event, WRITE, cells)
+        if (n > 0).any():
+            space, base = machine.globals.find(int(frm[n > 0][0]))
+            if space is not None:
+                at = (frm[n > 0] - np.uint64(base)).astype(np.int64)[:, None] // 4 + np.arange(size // 4)
+                at = at[at < space.size // 4]
+                order.words(w, ins, space, event, READ, at)
         machine.count(w, "cp_async.write", len(to) * size)
 
         def finish():
@@ -77,7 +86,7 @@ def commit(program, ins):
     def run(w):
         c = copies(w)
         c.committed.append(c.open)
-        c.open = [0]
+        c.open = [0, None]
         return True
 
     return Effect(run, ins)
@@ -94,6 +103,8 @@ def wait(program, ins):
         if any(g[0] for g in held):
             w.wait = (lambda: not any(g[0] for g in held), lambda: "waits for cp.async", ins, "cp.async")
             return False
+        for g in held:
+            w.machine.order.learn(w, g[1], generic=True)
         w.wait = None
         return True
 
@@ -107,7 +118,9 @@ def arrive(program, ins):
     counted = "noinc" in ins.parts
 
     def run(w):
-        report = w.reporter(ins)
+        report, order = w.reporter(ins), w.machine.order
+        event = order.issue(w, ins, "cp.async", queue(w), f"a cp.async of {w.name}", in_order=True)
+        clock = None if event is None else event.clock
         for lane in w.lanes():
             barrier = find(w.cta, at(w, lane), report, "cp.async.mbarrier.arrive")
             if barrier is None:
@@ -116,7 +129,7 @@ def arrive(program, ins):
                 barrier.pending += 1
 
             def finish(barrier=barrier):
-                barrier.arrive(1, report)
+                barrier.arrive(1, report, clock)
 
             w.machine.engine.submit(Operation(finish, f"cp.async arrival of {w.name}"), queue(w))
         return True

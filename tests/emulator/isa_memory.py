@@ -6,6 +6,7 @@ from .arith import bf16_to_f32, f32_to_bf16
 from .effects import Effect, address, effect, lane_value, reader
 from .kinds import BITS, DTYPE, SIGNED, full_kind
 from .memory import UINT
+from .order import ATOMIC, READ, WRITE
 from .parse import Imm, Reg, Sink, Vec
 
 _ORDER = ("relaxed", "acquire", "release", "acq_rel", "volatile", "weak", "gpu", "cta", "sys", "cluster", "nc", "noftz")
@@ -87,6 +88,7 @@ def load(program, ins):
             program.destination(d, kind, ins)
     cause = "load." + space.split("::")[0]
     spins = "acquire" in ins.parts or "volatile" in ins.parts
+    strong = spins or "relaxed" in ins.parts
 
     def run(w):
         addresses = at(w)
@@ -100,6 +102,9 @@ def load(program, ins):
             return True
         if cta is not None:
             _touch(w, cta, off, width * count, False, ins)
+        w.machine.order.thread(w, found, off, width * count, ATOMIC if strong else READ, ins)
+        if strong:
+            w.machine.order.flag(w, ins, found, off, True, False)
         words = found.load(off, width, count, w.reporter(ins))
         w.machine.count(w, cause, len(off) * width * count)
         words = words.view(DTYPE[kind])
@@ -127,6 +132,7 @@ def store(program, ins):
     width = BITS[kind] // 8
     cause = "store." + space.split("::")[0]
     release = "release" in ins.parts or "volatile" in ins.parts
+    strong = release or "relaxed" in ins.parts
 
     def run(w):
         addresses = at(w)
@@ -137,6 +143,9 @@ def store(program, ins):
             return True
         if cta is not None:
             _touch(w, cta, off, width * count, True, ins)
+        w.machine.order.thread(w, found, off, width * count, ATOMIC if strong else WRITE, ins)
+        if strong:
+            w.machine.order.flag(w, ins, found, off, False, True)
         words = np.empty((len(off), count), UINT[width])
         for k, read in enumerate(reads):
             row = read(w)
@@ -192,6 +201,8 @@ def atomic(program, ins):
                 return True
             if cta is not None:
                 _touch(w, cta, off, width * count, True, ins)
+            w.machine.order.thread(w, found, off, width * count, ATOMIC, ins)
+            w.machine.order.flag(w, ins, found, off, returns, True)
             old = found.load(off, width, count, w.reporter(ins)).view(dtype).copy()
             new = np.empty_like(old)
             for k, read in enumerate(reads):
@@ -250,6 +261,7 @@ def matrix(program, ins):
         cells = np.minimum((off >> np.uint32(4)).astype(np.int64), len(shared.writers) - 1)
         if shared.writing or (storing and shared.reading):
             shared.check(cells, storing, w.reporter(ins), "matrix " + ("store" if storing else "load"))
+        w.machine.order.thread(w, shared, off, 16, WRITE if storing else READ, ins)
         if storing:
             shared.wrote(cells, w.warp)
             words = np.empty((tiles, 8, 4), np.uint32)

@@ -49,6 +49,7 @@ def mbarrier_init(program, ins):
             fresh[offset] = n
             w.machine.note(w, "init", offset, ins)
             w.cta.mbarriers[offset] = MBarrier(w.cta, offset, n)
+            w.machine.order.born(w, w.cta.mbarriers[offset])
         w.machine.events += 1
         return True
 
@@ -86,27 +87,30 @@ def mbarrier_arrive(program, ins):
     counts = reader(program, args[1], "u32", ins) if len(args) > 1 else lambda w: ONE
     base = reader(program, args[0].base, "b32" if not isinstance(args[0].base, Reg) else REG32[args[0].base.cls], ins)
     what = "mbarrier." + ".".join(p for p in ("arrive", "expect_tx") if p in ins.parts)
+    relaxed = "relaxed" in ins.parts
 
-    def one(w, report, where, lanes):
+    def one(w, report, where, lanes, given):
         barrier = find(w.cta, where, report, what)
         if barrier is None:
             return
         if barrier.cta is not w.cta and not remote:
             report("mbarrier", f"{what} on {barrier.cta.name} without .shared::cluster")
+        w.machine.order.uses(w, barrier, ins)
         for lane in lanes:
             if row is not None:
                 w.v[row[0]][row[1]][lane] = barrier.phase
             if expects:
                 barrier.expect(operand(w, lane), report)
                 if arrives:
-                    barrier.arrive(1, report)
+                    barrier.arrive(1, report, given)
             else:
-                barrier.arrive(operand(w, lane), report)
+                barrier.arrive(operand(w, lane), report, given)
 
     def run(w):
         report = w.reporter(ins)
         w.machine.release(w)
         lanes = w.lanes()
+        given = w.machine.order.release(w, ins, relaxed) if arrives else None
         if arrives:
             for where in sorted({at(w, lane) for lane in lanes}):
                 w.machine.note(w, "arrive", where, ins)
@@ -122,10 +126,11 @@ def mbarrier_arrive(program, ins):
                 # all lanes arrive at one barrier, and not beyond the phase
                 if row is not None:
                     np.copyto(w.v[row[0]][row[1]], barrier.phase, where=True if w.mask is None else w.mask)
-                barrier.arrive(total, report)
+                w.machine.order.uses(w, barrier, ins)
+                barrier.arrive(total, report, given)
                 return True
         for lane in lanes:
-            one(w, report, at(w, lane), (lane,))
+            one(w, report, at(w, lane), (lane,), given)
         return True
 
     return Effect(run, ins, yields=True)
@@ -158,6 +163,8 @@ def mbarrier_wait(program, ins):
         if ok:
             barrier.observed = max(barrier.observed, barrier.phase if parity else value + 1)
             w.unfenced = w.unfenced or not barrier.copies
+            w.machine.order.uses(w, barrier, ins)
+            w.machine.order.acquire(w, barrier.known)
         if w.mask is None:
             row[:] = ok
         else:
@@ -208,12 +215,14 @@ def named(program, ins):
             which = index(w, w.lead)
             n = count(w, w.lead) if count else WARP * w.cta.warps
             w.machine.note(w, "bar.sync" if waits else "bar.arrive", which, ins)
-            barrier, generation = w.cta.barriers.arrive(which, n, w, w.reporter(ins))
+            given = w.machine.order.release(w, ins)
+            barrier, generation, meeting = w.cta.barriers.arrive(which, n, w, w.reporter(ins), given)
             if not waits:
                 return True
-            w.memo["held"] = barrier, generation, which, n
-        barrier, generation, which, n = w.memo["held"]
+            w.memo["held"] = barrier, generation, which, n, meeting
+        barrier, generation, which, n, meeting = w.memo["held"]
         if barrier.generation != generation:
+            w.machine.order.acquire(w, meeting[0])
             w.wait = None
             return True
         w.wait = (
@@ -242,7 +251,7 @@ def warp_sync(program, ins):
 @effect("barrier.cluster")
 def cluster(program, ins):
     strict(ins, "cluster", "arrive", "wait", "aligned", "release", "acquire", "relaxed")
-    arriving = "arrive" in ins.parts
+    arriving, relaxed = "arrive" in ins.parts, "relaxed" in ins.parts
 
     def run(w):
         state = w.cta.cluster_state
@@ -250,10 +259,11 @@ def cluster(program, ins):
             if "aligned" in ins.parts:
                 converged(w, ins)
             w.machine.release(w)
-            state.arrive(w, w.reporter(ins))
+            state.arrive(w, w.reporter(ins), w.machine.order.release(w, ins, relaxed))
             return True
         goal = state.goal(w)
         if state.generation >= goal:
+            w.machine.order.acquire(w, state.known)
             w.wait = None
             return True
         w.wait = (
@@ -285,6 +295,7 @@ def proxy_fence(program, ins):
 
     def run(w):
         w.cta.shared.fence(w.warp)
+        w.machine.order.proxy_fence(w, ins)
         return True
 
     return Effect(run, ins)
@@ -292,4 +303,8 @@ def proxy_fence(program, ins):
 
 @effect("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.proxy.tensormap", "membar", "fence.proxy.alias")
 def plain_fence(program, ins):
-    return Effect(lambda w: True, ins)
+    def run(w):
+        w.machine.order.fence(w, ins)
+        return True
+
+    return Effect(run, ins)

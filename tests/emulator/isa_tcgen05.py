@@ -8,6 +8,7 @@ from .barriers import find
 from .effects import Effect, effect, lane_address, lane_value, reader, registers_of, strict
 from .engine import Operation
 from .isa_sync import converged
+from .order import READ, WRITE
 from .parse import Instruction, Mem, Vec
 from .tmem import POISON
 
@@ -98,6 +99,7 @@ def _allocate_one(w, ins, ctas, n, at):
         where = np.array([offset], np.uint32)
         c.shared.store(where, np.array([[first]], np.uint32), 4, 1, report)
         c.shared.wrote(np.array([offset // 16]), w.warp)
+        w.machine.order.thread(w, c.shared, where, 4, WRITE, ins)
     w.machine.events += 1
     w.wait = None
     return True
@@ -145,7 +147,10 @@ def dealloc(program, ins):
                 report("tmem_alloc", "cta_group::2 in a cluster without the peer CTA")
             elif not together(w, pair):
                 return False
-        w.cta.tmem.free(at(w, w.lead), columns(w, w.lead), report)
+        first, n = at(w, w.lead), columns(w, w.lead)
+        if w.cta.tmem.allocations.get(first) == n:
+            w.machine.order.columns(w, ins, w.cta.tmem, WRITE, first, n, slice(None))
+        w.cta.tmem.free(first, n, report)
         w.machine.events += 1
         return True
 
@@ -240,11 +245,23 @@ class _Access:
             return None
         return column, quarter, lane
 
+    def groups(self, lane):
+        """The groups of 16 lanes of an access from `lane`."""
+        return slice(lane // 16, lane // 16 + (2 if self.straight else 1))
+
     def where(self, column, lane):
         """Index of tensor memory's data."""
         if self.straight:
             return slice(column, column + self.columns), slice(lane, lane + WARP)
         return column + self.column_map, lane + self.lane_map
+
+
+def _event(w, ins, kind):
+    """The load or store as an operation of its own; the warp's own ones are in order."""
+    name = f"a tcgen05.{kind} of {w.name} that it has not waited for"
+    made = w.machine.order.issue(w, ins, "tcgen05." + kind, (id(w),), name, in_order=True)
+    w.tmem_events[kind] = made
+    return made
 
 
 def first_uses(program, ins):
@@ -310,6 +327,7 @@ def load(program, ins):
         target[a.rows] = tmem.data[where] if early else POISON
         if used is not None:  # hardware honours the register dependence: by its first use the load is complete
             return True
+        machine.order.columns(w, ins, tmem, READ, column, n, a.groups(lane), _event(w, ins, "ld"))
         tmem.loads[column : column + n, quarter] += 1
         w.tmem_pending.append((tmem, None if early else (target, a.rows, where), column, n, quarter))
         return True
@@ -333,6 +351,7 @@ def store(program, ins):
             return True
         column, quarter, lane = place
         tmem.conflict(column, n, quarter, ("mma_writes", "mma_reads", "loads"), report, "store")
+        machine.order.columns(w, ins, tmem, WRITE, column, n, a.groups(lane), _event(w, ins, "st"))
         early = machine.rng.random() < machine.policy.tmem_early
         where = a.where(column, lane)
         if reads is None:
@@ -381,6 +400,7 @@ def wait(program, ins):
     def run(w):
         converged(w, ins)
         (flush_loads if loads else flush_stores)(w)
+        w.machine.order.learn(w, w.tmem_events.pop("ld" if loads else "st", None))
         return True
 
     return Effect(run, ins, blocking=True)
@@ -419,12 +439,16 @@ def commit(program, ins):
             if multicast and not machine.products.get(queue):
                 report("empty_commit", "a commit to several CTAs with no MMA since the thread's last one")
             machine.products[queue] = 0
+            for b in barriers:
+                machine.order.uses(w, b, ins)
+            event = machine.order.issue(w, ins, "mma", queue, f"an MMA of {w.name}", in_order=True)
+            clock = None if event is None else event.clock
 
-            def finish(barriers=barriers, home=w.cta):
+            def finish(barriers=barriers, home=w.cta, clock=clock):
                 for b in barriers:
                     if b.cta.exited and b.cta is not home:
                         report("remote_exit", f"a commit arrives at {b.cta.name}, which has exited")
-                    b.arrive(1, report)
+                    b.arrive(1, report, clock)
 
             machine.engine.submit(Operation(finish, f"tcgen05.commit of {w.name}"), queue)
         return True

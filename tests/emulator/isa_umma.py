@@ -8,6 +8,7 @@ from . import tensor
 from .effects import Effect, effect, lane_value, reader
 from .engine import Operation
 from .isa_tcgen05 import check_fence, group_number, mma_queue
+from .order import READ, WRITE
 from .parse import Mem, Vec
 
 RATE = 8192  # dense 16-bit FLOP a cycle and SM, sm_100
@@ -189,6 +190,7 @@ class Umma:
         for o in (*self.a, *self.b):
             o.begin(report, "MMA operand read")
         self._mark(1)
+        self._ordered(key)
         shape = self.shape
         cycles = 2 * shape.m * shape.n * tensor.K / RATE / self.group
         smem = (0 if self.from_tmem else self.rows * tensor.K * 2) + shape.n // self.group * tensor.K * 2
@@ -202,6 +204,21 @@ class Umma:
             )  # operands in shared memory must be ready now; A in tensor memory may come from an MMA before
         machine.products[key] = machine.products.get(key, 0) + 1
         machine.engine.submit(Operation(self.finish, f"tcgen05.mma of {self.w.name}"), key)
+
+    def _ordered(self, key):
+        """Everything that it reads and writes is ordered before it: by the thread's own MMAs or by the thread."""
+        w, ins, order = self.w, self.ins, self.machine.order
+        event = order.issue(w, ins, "mma", key, f"an MMA of {w.name}", in_order=True)
+        for o in (*self.a, *self.b):
+            order.cells(w, ins, o.shared, event, READ, o.cells)
+        for c in self.pair:
+            if self.from_tmem:
+                order.columns(w, ins, c.tmem, READ, self.a_column, 8, slice(None), event)
+            order.columns(w, ins, c.tmem, WRITE, self.column, self.columns, self._groups(), event)
+
+    def _groups(self):
+        """The groups of 16 lanes that D lies in."""
+        return slice(self.base_lane // 16, None, 2) if self.rows == 64 and not self.split else slice(None)
 
     def _read(self):
         report = self.report

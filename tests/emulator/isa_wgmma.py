@@ -10,6 +10,7 @@ from . import tensor
 from .effects import Effect, effect, lane_value, strict
 from .engine import Operation
 from .isa_sync import converged
+from .order import READ
 from .parse import Imm, Reg, Vec
 
 GROUP_WARPS, WARP = 4, 32
@@ -47,6 +48,7 @@ class Pending:
     def __init__(self, key):
         self.key = key
         self.warps = set()
+        self.event, self.operands = None, ()
         self.finished = False
 
 
@@ -116,6 +118,8 @@ def wait(program, ins):
         if len(committed) > keep.value:
             goal = max(goal, committed[len(committed) - 1 - keep.value])
         if wg.done >= goal:
+            if goal:
+                w.machine.order.learn(w, wg.operations[goal - 1].event)
             w.wait = None
             wg.fenced[w.warp - first] = False  # the accumulators are the threads' again
             return True
@@ -215,6 +219,7 @@ class Mma:
         if op.key != key:
             issued = f"warp {warp} issues wgmma (line, descriptors, scale) {key}, the warpgroup's first warp {op.key}"
             report("wgmma_divergent", issued)
+        self.ordered(w, first, op)
         self.hold(w, wg, warp, first)
         op.warps.add(warp)
         if len(op.warps) == GROUP_WARPS:
@@ -222,6 +227,16 @@ class Mma:
         machine.count(w, "tensor.cycles", self.cycles / GROUP_WARPS)
         machine.count(w, "mma.read", self.smem / GROUP_WARPS)
         return True
+
+    def ordered(self, w, first, op):
+        """The operands are ordered before every warp's issue. The warps' operations are one actor's."""
+        order, ins = w.machine.order, self.ins
+        if not order.on:
+            return
+        event = order.issue(w, ins, "wgmma", (id(w.cta), first), f"a wgmma of {w.cta.name}", in_order=True)
+        op.event = event
+        for o in op.operands:
+            order.cells(w, ins, o.shared, event, READ, o.cells)
 
     def hold(self, w, wg, warp, first):
         """Take the warp's accumulator registers, which become poison until its last operation on them is done."""
@@ -256,7 +271,7 @@ class InFlight:
 
     def submit(self):
         op, cta = self.op, self.cta
-        op.start = self.start
+        op.start, op.operands = self.start, self.operands()
         what = f"wgmma of {cta.name} warpgroup {self.first // GROUP_WARPS}"
         operation = Operation(self.finish, what, lambda: len(op.warps) == GROUP_WARPS)
         self.machine.engine.submit(operation, ("wgmma", id(cta), self.first))

@@ -153,6 +153,8 @@ class Unit:
         self.polls, self.polled_at = 0, -1
         self.tmem_pending = []  # tcgen05.ld not yet waited for
         self.tmem_stores = []
+        self.tmem_events = {}  # "ld", "st" -> the newest one's event
+        self.slot = self.event = self.clock = self.fenced = self.heard = None  # see order.py
         self.unfenced = False  # synchronised since the last tcgen05.fence::after_thread_sync
         self.hits = [0] * len(cta.machine.program.segments)
 

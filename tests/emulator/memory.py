@@ -28,6 +28,7 @@ class Space:
         self.ragged = padded != size
         self.complete = False  # every byte initialised: loads skip the check
         self.views = {}
+        self.shadow, self.log = None, []  # who touched which word last, and reads before the first write; see order.py
 
     def typed(self, width, count, shadow=False):
         """(elements, count) view of data or initialised bytes."""

@@ -15,6 +15,7 @@ from .kinds import DTYPE
 from .launch import pack
 from .machine import Cta, RegisterFile
 from .memory import Global
+from .order import Off, Order
 from .parse import parse
 from .program import Program
 from .schedule import Scheduler, policy_of
@@ -85,18 +86,18 @@ def load(ptx, entry=None):
     return cache[entry]
 
 
-def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=(), trace=None):
+def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=(), trace=None, order=True):
     """Run one launch.
 
     ptx: module text. launch: Launch. memory: {name: array or Uninitialised}; arrays are copied, never written.
     seed: 0 quick, others adversarial. exact: the MMA's own rounding instead of float32 BLAS. resident: clusters at a
     time. tolerate: error kinds to report as advisory, for foreign kernels that are known right on hardware.
-    trace: a list, to which every Sync is added as it happens.
+    trace: a list, to which every Sync is added as it happens. order: look for accesses that nothing orders, too (order.py).
     """
     with np.errstate(all="ignore"):
         machine = Machine(load(ptx, launch.entry), launch, memory, seed, exact)
         machine.findings.tolerated = frozenset(tolerate)
-        machine.trace = trace
+        machine.trace, machine.order = trace, Order() if order else Off()
         deadlock = Scheduler(machine, resident).run()
         machine.finish(deadlock)
     return Report(machine.globals.outputs(), machine.findings.all(), deadlock, machine.counters, machine.reached())
@@ -124,7 +125,7 @@ class Machine:
         self.products = {}  # thread that issues MMAs -> how many since its last commit
         self.slots = []  # register files free for the next CTA
         self.forced = False
-        self.trace = None
+        self.trace, self.order = None, Off()
         self.touched = set()  # segments that exited warps have run
         self.completed = False  # a barrier's phase has completed since the last choice
 
@@ -172,6 +173,8 @@ class Machine:
         state = ClusterBarrier(ctas)
         for cta in ctas:
             cta.cluster, cta.cluster_state = ctas, state
+            for unit in cta.units:
+                self.order.start(unit)
         return [u for cta in ctas for u in cta.units]
 
     def unit_exited(self, unit):
@@ -296,16 +299,19 @@ class ClusterBarrier:
         self.total = sum(c.warps for c in ctas)
         self.arrived = self.generation = 0
         self.goals = {}
+        self.given = self.known = None  # clocks: of this round's arrivals, of all rounds before
 
-    def arrive(self, unit, report):
+    def arrive(self, unit, report, clock=None):
         key = (unit.cta.rank, unit.warp)
         if self.goals.get(key, 0) > self.generation:
             report("named_barrier", "barrier.cluster.arrive twice without a wait")
         self.goals[key] = self.generation + 1
         self.arrived += 1
+        self.given = unit.machine.order.joined(self.given, clock)
         unit.machine.events += 1
         if self.arrived == self.total:
             self.arrived = 0
+            self.known, self.given = unit.machine.order.joined(self.known, self.given), None
             self.generation += 1
 
     def goal(self, unit):

@@ -80,6 +80,20 @@ def read_box(desc, space, coords, report):
     return out
 
 
+def box_words(desc, coords):
+    """Numbers of the buffer's 4-byte words that the part of the box inside the tensor touches."""
+    parts = ranges(desc, coords)
+    if not all(p[2] for p in parts):
+        return np.zeros(0, np.int64)
+    size = desc.element_bytes
+    inner, *outer = parts
+    first = np.array([desc.offset + inner[0] * size])
+    for (start, _, count), stride in zip(outer, desc.strides, strict=True):
+        first = (first[None, :] + (start + np.arange(count))[:, None] * stride).ravel()
+    rows = [np.arange(at // 4, (at + inner[2] * size + 3) // 4) for at in np.unique(first)]
+    return np.concatenate(rows)
+
+
 def write_box(desc, space, coords, box, add, report):
     """Store (or add) the part of the box that lies inside the tensor. Returns bytes written."""
     parts = ranges(desc, coords)

@@ -17,6 +17,7 @@ class TensorMemory:
     def __init__(self, cta):
         self.cta = cta
         self.data = self.init = None  # made when first allocated: Hopper kernels never pay for it
+        self.shadow = None  # who touched which columns last; see order.py
         self.owner = np.full(COLUMNS, -1, np.int32)
         self.allocations = {}  # first column -> columns
         self.relinquished = False
