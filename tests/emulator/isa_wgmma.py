@@ -229,14 +229,18 @@ class Mma:
         return True
 
     def ordered(self, w, first, op):
-        """The operands are ordered before every warp's issue. The warps' operations are one actor's."""
+        """The operands are ordered before the operation, which starts when all four warps have issued it: what one of
+        them knows counts for all. order="strict": before every warp's issue, as PTX promises no more."""
         order, ins = w.machine.order, self.ins
         if not order.on:
             return
         event = order.issue(w, ins, "wgmma", (id(w.cta), first), f"a wgmma of {w.cta.name}", in_order=True)
+        if op.event is not None and not order.strict:
+            event.clock = order.joined(event.clock, op.event.clock)
         op.event = event
-        for o in op.operands:
-            order.cells(w, ins, o.shared, event, READ, o.cells)
+        if order.strict or len(op.warps) == GROUP_WARPS - 1:
+            for o in op.operands:
+                order.cells(w, ins, o.shared, event, READ, o.cells)
 
     def hold(self, w, wg, warp, first):
         """Take the warp's accumulator registers, which become poison until its last operation on them is done."""

@@ -28,7 +28,7 @@ class Event:
 class Off:
     """No detector: every call does nothing."""
 
-    on = False
+    on = strict = False
 
     def __getattr__(self, name):
         return self._nothing
@@ -38,11 +38,12 @@ class Off:
 
 
 class Order:
-    """Clocks of one launch."""
+    """Clocks of one launch. strict: a wgmma does not make its four warps wait for one another."""
 
     on = True
 
-    def __init__(self):
+    def __init__(self, strict=False):
+        self.strict = strict
         self.names, self.slots = ["the host"], {}
         self.width, self.last = 64, 0
         self.slot_of = np.zeros(4096, np.int32)
