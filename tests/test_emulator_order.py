@@ -41,6 +41,7 @@ DONE:
 NO_EMPTY = "EMPTY:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r0+520], 0;\n  @!%p1 bra EMPTY;\n"
 NO_FULL = "FULL:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r0+512], 0;\n  @!%p1 bra FULL;\n"
 TWICE = "  mbarrier.arrive.shared.b64 _, [%r0+520];\n"
+READ = "  ld.shared.b32 %r4, [%r3];\n"
 # Two CTAs hand a word of global memory over by a flag.
 FLAG = """
   ld.param.b64 %d0, [p0];
@@ -76,11 +77,9 @@ def flagged(text, **how):
 BREAKS = {
     "a full barrier not waited for": (HANDED, NO_FULL, "", " of shared memory"),
     "an empty barrier not waited for": (HANDED, NO_EMPTY, "", " of shared memory"),
-    "a wait on the parity that passes at once": (HANDED, "[%r0+512], 0;\n  @!%p1 bra FULL", "[%r0+512], 1;\n  @!%p1 bra FULL",
-                                                 " of shared memory"),
+    "a wait on the parity that passes at once": (HANDED, NO_FULL, NO_FULL.replace("], 0", "], 1"), " of shared memory"),
     "mbarriers used before anyone has waited for their making": (HANDED, "  bar.sync 0;\n", "", "initialisation"),
-    "an arrival before the access": (HANDED, "  ld.shared.b32 %r4, [%r3];\n" + TWICE, TWICE + "  ld.shared.b32 %r4, [%r3];\n",
-                                     " of shared memory"),
+    "an arrival before the access": (HANDED, READ + TWICE, TWICE + READ, " of shared memory"),
     "a flag that releases nothing": (FLAG, "red.release.gpu", "red.relaxed.gpu", "read of buffer out"),
     "a flag that acquires nothing": (FLAG, "ld.acquire.gpu", "ld.relaxed.gpu", "read of buffer out"),
     "no fence before a relaxed flag": (FENCED, "  fence.acq_rel.gpu;\n  red", "  red", "read of buffer out"),

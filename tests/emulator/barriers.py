@@ -102,7 +102,8 @@ class NamedBarriers:
         return self.table.setdefault(index, _Named())
 
     def arrive(self, index, count, unit, report, clock=None):
-        """A warp arrives at barrier `index` of `count` threads. Returns (barrier, generation to wait for, its meeting)."""
+        """A warp arrives at barrier `index` of `count` threads. Returns (barrier, generation to wait for,
+        its meeting)."""
         if not 0 <= index < 16:
             report("named_barrier", f"barrier {index} does not exist (0..15)")
         if count % WARP or count <= 0:

@@ -352,7 +352,7 @@ def _linear_load(program, ins, source):
 
     def run(w):
         _several(w, ins)
-        report, machine = w.reporter(ins), w.machine
+        report, machine, order = w.reporter(ins), w.machine, w.machine.order
         for lane in w.lanes():
             to, frm, n, signal = dst(w, lane), src(w, lane), size(w, lane), bar(w, lane)
             cta = w.cta.peer(to)
@@ -363,7 +363,7 @@ def _linear_load(program, ins, source):
                 continue
             if signal >> 24 != to >> 24:
                 report("mbarrier", f"the copy goes to CTA rank {to >> 24}, its mbarrier is in rank {signal >> 24}")
-            barrier, order = find(w.cta, signal, report, "bulk copy"), machine.order
+            barrier = find(w.cta, signal, report, "bulk copy")
             if barrier is not None:
                 order.uses(w, barrier, ins)
             event = order.issue(w, ins, "copies", _counting(barrier, cta), "a copy into shared memory")

@@ -92,8 +92,8 @@ def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=(), trace
     ptx: module text. launch: Launch. memory: {name: array or Uninitialised}; arrays are copied, never written.
     seed: 0 quick, others adversarial. exact: the MMA's own rounding instead of float32 BLAS. resident: clusters at a
     time. tolerate: error kinds to report as advisory, for foreign kernels that are known right on hardware.
-    trace: a list, to which every Sync is added as it happens. order: look for accesses that nothing orders, too (order.py);
-    "strict": also among the warps that issue one wgmma.
+    trace: a list, to which every Sync is added as it happens. order: look for accesses that nothing orders,
+    too (order.py); "strict": also among the warps that issue one wgmma.
     """
     with np.errstate(all="ignore"):
         machine = Machine(load(ptx, launch.entry), launch, memory, seed, exact)

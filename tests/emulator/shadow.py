@@ -47,7 +47,7 @@ class Shadow:
         """The first access that conflicts with this one and of which `known` (event by actor) does not say that it
         came before; None if there is none."""
         found = self._last_write(known, slot_of, count, index, part)
-        if found is not None or how == READ and not self.others[ATOMIC]:
+        if found is not None or (how == READ and not self.others[ATOMIC]):
             return found
         for kind in (READ, ATOMIC):
             if how == kind:
