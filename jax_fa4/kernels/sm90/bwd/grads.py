@@ -391,7 +391,7 @@ def turn_steps(ctx, h, places, item_at):
 def clear_before(ctx, thread):
     """Zeroes what stands for the dS before the first: its dQ is made, since products do not stand in branches (C7514
     and spills), and dropped."""
-    if const_expr(ctx.plan.turns):
+    if const_expr(ctx.plan.turns or ctx.plan.apart):
         clear_rows(ctx.ds[None, None, 1], Int32(0), thread, ctx.plan)
         meet(ctx.plan)
 
@@ -440,8 +440,9 @@ def steps(ctx, h, places):
 @cute.jit
 def await_keys(ctx, h, at):
     """Starts a tile of keys: no gradient yet; K and V are there."""
-    h.dk.fill(0.0)
-    h.dv.fill(0.0)
+    for grad in (h.dk, h.dv):
+        if const_expr(grad is not None):  # one of them may be another warpgroup's
+            grad.fill(0.0)
     if ctx.last > ctx.first:
         wait(ctx.full["k"], at)
         wait(ctx.full["v"], at)

@@ -19,12 +19,14 @@ from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm90.bwd import post
+from jax_fa4.kernels.sm90.bwd.apart import grads_apart
 from jax_fa4.kernels.sm90.bwd.context import Context
 from jax_fa4.kernels.sm90.bwd.finish import finish
 from jax_fa4.kernels.sm90.bwd.grads import grads, grads_of_items
 from jax_fa4.kernels.sm90.bwd.items import placed
 from jax_fa4.kernels.sm90.bwd.load import load_alone, load_items
 from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, ITEM_WORDS, bind, section_of
+from jax_fa4.kernels.sm90.bwd.pieces import reduce_half
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
 from jax_fa4.kernels.sm90.wgmma import swizzled
@@ -100,13 +102,18 @@ def roles(ctx):
                 load_alone(ctx)
         for n in cutlass.range_constexpr(ctx.plan.reducers):
             if ctx.warp == 1 + n:
-                reduce(ctx, n)
+                if const_expr(ctx.plan.apart):
+                    reduce_half(ctx, n)
+                else:
+                    reduce(ctx, n)
         for n in cutlass.range_constexpr(ctx.plan.finishers):
             if ctx.warp == 1 + ctx.plan.reducers + n:
                 finish(ctx, n)
     else:
         cute.arch.setmaxregister_increase(ctx.plan.registers[1])
-        if const_expr(ctx.plan.workers > 0):
+        if const_expr(ctx.plan.apart):
+            grads_apart(ctx)
+        elif const_expr(ctx.plan.workers > 0):
             grads_of_items(ctx)
         else:
             grads(ctx)
@@ -148,9 +155,12 @@ def backward(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = SmemAllocator()
     shared = shared_tensors(plan, memory)
-    part = None
+    part, weights = None, None
     if const_expr(not plan.direct):
-        part = memory.allocate_array(Float32, plan.parts * plan.part_numbers, byte_alignment=1024)
+        numbers = plan.parts * plan.part_numbers * len(plan.part_rings)
+        part = memory.allocate_array(Float32, numbers, byte_alignment=1024)
+    if const_expr(plan.apart):
+        weights = memory.allocate_array(Float32, plan.keys * plan.rows, byte_alignment=128)
     shared |= shared_grads(plan, shared, part)
     sums = None
     if const_expr(plan.finishes):
@@ -197,6 +207,7 @@ def backward(
         dv=(dv_atom, dv, shared["dv"]),
         ds=shared["ds"],
         p=shared.get("p"),
+        weights=weights,
         part=part,
         held=held,
         stats=stats,

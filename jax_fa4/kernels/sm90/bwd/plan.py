@@ -47,10 +47,12 @@ class Plan:
     soft_cap: bool = False
     ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
     split_depth: bool = False
+    apart: bool = False  # one warpgroup has exp2, P and dV, the other dS and dK
     rows: int = 64  # queries of a step: 64, of whose dQ the warpgroups share the depth, or 64 for each of them
     query_stages: int = 2  # of Q and its statistics
     dout_stages: int = 2
-    parts: int = 2  # float32 dQ tiles on their way out
+    parts: int = 2  # float32 dQ tiles on their way out; `apart`: pieces of each warpgroup's half
+    pieces: int = 1  # `apart`: in how many products a warpgroup makes its half of a dQ tile
     groups: int = 2
     registers: tuple[int, int] = (24, 240)  # load and reduce, math
     held: bool = False  # exp2 is kept before the wait for dP, which ptxas else moves up over it
@@ -73,6 +75,10 @@ class Plan:
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
         assert self.rows == 64 or (self.rows == 64 * self.groups and not self.split_depth), self
         assert not self.lagged or not self.split_depth, "lagged takes dS from registers"
+        if self.apart:
+            alone = self.split_depth or self.turns or self.lagged or self.held or self.workers
+            assert self.groups == 2 and self.rows == 64 and not alone, self
+            assert self.inner // self.groups // self.pieces % 32 == 0, self
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
             assert not (self.split_depth or self.lagged or self.held or self.direct), self
@@ -97,7 +103,7 @@ class Plan:
 
     @property
     def keys(self) -> int:
-        return 64 if self.split_depth else 64 * self.groups
+        return 64 if self.split_depth or self.apart else 64 * self.groups
 
     @property
     def columns(self) -> int:
@@ -117,6 +123,8 @@ class Plan:
     @property
     def reducers(self) -> int:
         """Reduce warps. With `ordered` one for each part: a turn's way through L2 takes about as long as a step."""
+        if self.apart:
+            return 0 if self.direct else self.groups  # each has its own half of dQ's depth
         return self.parts if self.ordered or self.direct else 1
 
     @property
@@ -188,8 +196,8 @@ class Plan:
 
     @property
     def part_numbers(self) -> int:
-        """float32 numbers of one dQ tile in shared memory."""
-        return self.rows * self.inner
+        """float32 numbers of one place of dQ in shared memory: a tile, or a piece of a warpgroup's half of one."""
+        return self.rows * self.inner // (self.groups * self.pieces if self.apart else 1)
 
     @property
     def rings(self) -> tuple[Ring, ...]:
@@ -201,6 +209,7 @@ class Plan:
         stay = 4 * self.groups * (self.workers > 0)
         told = 4 * self.groups + self.reducers
         warps, item = 4 * self.groups, ITEM_BYTES[self.dtype]
+        part_of = warps // len(self.part_rings or "1")
         query = item * self.rows * self.inner + 8 * self.rows
         return (
             Ring("k", "load", "math", 1, 1, stay, item * self.keys * self.inner),
@@ -208,7 +217,7 @@ class Plan:
             Ring("q", "load", "math", self.query_stages, 1, warps, query),
             Ring("dout", "load", "math", self.dout_stages, 1, warps, item * self.rows * self.inner_value),
         ) + (
-            (Ring("dq", "math", "reduce", self.parts, warps, 1, 0),) * (not self.direct)
+            tuple(Ring(name, "math", "reduce", self.parts, part_of, 1, 0) for name in self.part_rings)
             + (Ring("item", "load", "others", 2, 1, told, 0),) * (self.workers > 0)
             + (
                 Ring("done", "reduce", "finish", DONE, 1, self.finishers, 0),
@@ -218,11 +227,24 @@ class Plan:
         )
 
     @property
+    def halves(self) -> int:
+        """Warpgroups that have columns of dQ's true depth, with `apart`."""
+        return min(self.groups, -(-self.groups * self.pieces * self.depth // self.inner))
+
+    @property
+    def part_rings(self) -> tuple[str, ...]:
+        """Rings that dQ leaves through: one, or with `apart` one for each warpgroup."""
+        if self.direct:
+            return ()
+        return tuple(f"dq{n}" for n in range(self.groups)) if self.apart else ("dq",)
+
+    @property
     def smem(self) -> int:
         """Bytes of the tiles, statistics and barriers, and of what segments and turns add."""
         filled = sum(ring.stages * ring.bytes for ring in self.rings if ring.name != "landed")
         squares = ITEM_BYTES[self.dtype] * self.keys * self.rows * DS_BUFFERS * (2 if self.split_depth else 1)
-        parts = 4 * self.part_numbers * self.parts
+        parts = 4 * self.part_numbers * self.parts * len(self.part_rings)
+        parts += 4 * self.keys * self.rows * self.apart  # P in float32, from the one warpgroup to the other
         barriers = sum(ring.barrier_bytes for ring in self.rings)
         more = 16 * (self.threads // 32) * self.segments + 4 * self.ordered * (not self.workers)
         more += 2 * ITEM_WORDS * 4 * (self.workers > 0) + 4 * (DONE + self.part_numbers) * self.finishes

@@ -8,7 +8,7 @@ K, MN = wgmma.K_MAJOR, wgmma.MN_MAJOR
 
 def scores_mma(plan):
     """S^T and dP^T, both operands from shared memory. Warpgroups share the keys, or else the queries."""
-    split = (1, plan.groups) if plan.split_depth else (plan.groups, 1)
+    split = (1, plan.groups) if plan.split_depth else (1 if plan.apart else plan.groups, 1)
     return wgmma.product(DTYPES[plan.dtype], (K, K), split, (64, plan.columns))
 
 
@@ -17,7 +17,7 @@ def keys_mma(plan, depth):
     dtype = DTYPES[plan.dtype]
     if plan.split_depth:
         return wgmma.product(dtype, (K, MN), (1, plan.groups), (64, depth // plan.groups))
-    return wgmma.product(dtype, (K, MN), (plan.groups, 1), (64, depth), a_in_registers=True)
+    return wgmma.product(dtype, (K, MN), (1 if plan.apart else plan.groups, 1), (64, depth), a_in_registers=True)
 
 
 def queries_mma(plan):
@@ -25,7 +25,7 @@ def queries_mma(plan):
     dtype = DTYPES[plan.dtype]
     if plan.rows_shared:
         return wgmma.product(dtype, (MN, MN), (plan.groups, 1), (64, plan.inner))
-    return wgmma.product(dtype, (MN, MN), (1, plan.groups), (64, plan.inner // plan.groups))
+    return wgmma.product(dtype, (MN, MN), (1, plan.groups), (64, plan.inner // plan.groups // plan.pieces))
 
 
 def steps(depth):

@@ -1,0 +1,90 @@
+"""dQ's way out where each warpgroup makes half of its depth: pieces through places of its own, a reduce warp for each."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.sm90.bwd.reduce import add_bulk, rank_of
+
+
+def columns_of(plan, group, piece):
+    """(first column, how many of the true depth) of a piece; none where the depth ends before it."""
+    width = plan.inner // (plan.groups * plan.pieces)
+    first = (piece * plan.groups + group) * width
+    return first, min(max(plan.depth - first, 0), width)
+
+
+@cute.jit
+def hand_over_piece(ctx, part, thread, which: cutlass.Constexpr, at):
+    """A piece of dQ from a warpgroup's registers to its reduce warp; 16 bytes a thread, conflict-free. Returns the next
+    place. thread: within the warpgroup; which: (warpgroup, piece)."""
+    plan = ctx.plan
+    name = plan.part_rings[which[0]]
+    if const_expr(columns_of(plan, *which)[1] > 0):
+        wait(ctx.empty[name], at)
+        four = cute.size(part) // 4
+        place = (which[0] * plan.parts + at.index) * plan.part_numbers + 4 * thread
+        to = cute.make_tensor((ctx.part + place).align(16), cute.make_layout((4, four), stride=(1, 512)))
+        cute.autovec_copy(cute.make_tensor(part.iterator, cute.make_layout((4, four))), to)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        arrive(ctx.full[name], at)
+        at = step(at, plan.parts)
+    return at
+
+
+@cute.jit
+def add_piece(ctx, part, thread, which: cutlass.Constexpr, tile):
+    """A piece of dQ from registers onto the workspace's `tile`, 16 bytes a thread, a warp's in one line of 512."""
+    plan = ctx.plan
+    first, width = columns_of(plan, *which)
+    to = ctx.work + (tile * (plan.rows * plan.depth) + plan.rows * first + thread * 4)
+    four = cute.make_tensor(part.iterator, cute.make_layout((4, cute.size(part) // 4)))
+    for chunk in cutlass.range_constexpr(width // 8):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[(to + chunk * 512).toint(), *(four[i, chunk] for i in range(4))],
+        )
+
+
+@cute.jit
+def await_halves(flag, count):
+    """Spins until `count` halves of a query tile's dQ have been added. The other half of this turn may have been too."""
+    now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    while now < count:
+        now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
+
+
+@cute.jit
+def drain_half(ctx, group: cutlass.Constexpr):
+    """Adds a warpgroup's half of each dQ tile to the workspace; with `ordered`, in its turn. By one thread."""
+    plan = ctx.plan
+    name, at = plan.part_rings[group], start(0)
+    for g in cutlass.range(ctx.group, unroll=1):
+        line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
+        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+            to = ctx.work + (line + m) * (plan.rows * plan.depth)
+            for piece in cutlass.range_constexpr(plan.pieces):
+                first, width = columns_of(plan, group, piece)
+                if const_expr(width > 0):
+                    wait(ctx.full[name], at)
+                    if const_expr(plan.ordered and piece == 0):
+                        await_halves(ctx.turns + (line + m), plan.halves * rank_of(ctx, m))
+                    source = ctx.part + (group * plan.parts + at.index) * plan.part_numbers
+                    add_bulk(to + plan.rows * first, source, 4 * plan.rows * width)
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.mbarrier_arrive(ctx.empty[name] + at.index)
+                    at = step(at, plan.parts)
+            if const_expr(plan.ordered and columns_of(plan, group, 0)[1] > 0):
+                cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
+                cute.arch.red(ctx.turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+
+@cute.jit
+def reduce_half(ctx, group: cutlass.Constexpr):
+    """The role of the reduce warp of a warpgroup. One thread is the role, see reduce.py."""
+    if cute.arch.lane_idx() == 0:
+        drain_half(ctx, group)
+        cute.arch.cp_async_bulk_wait_group(0)
