@@ -325,14 +325,10 @@ def turn(plan: Any, tile: Any, last: Any) -> Any:
 def form_for(depth: int, value_depth: int) -> dict[str, Any]:
     """The form and the stages by depths. The first that fits shared memory, in order of what a stage is worth."""
     inner, inner_value = native(depth), native(value_depth)
-    split = inner + inner_value > 256
-    for parts, query_stages, dout_stages in ((2, 2, 2), (1, 2, 2), (1, 2, 1), (1, 1, 1)):
-        form: dict[str, Any] = {
-            "split_depth": split,
-            "parts": parts,
-            "query_stages": query_stages,
-            "dout_stages": dout_stages,
-        }
+    apart = inner + inner_value > 256
+    form: dict[str, Any] = {"apart": apart, "pieces": 2 if apart and inner > 192 else 1}
+    for parts, query_stages, dout_stages in ((2, 2, 2), (1, 2, 2), (1, 2, 1)):
+        form |= {"parts": parts, "query_stages": query_stages, "dout_stages": dout_stages}
         try:
             Plan("bfloat16", depth, value_depth, segments=True, ordered=True, **form)
         except AssertionError:
