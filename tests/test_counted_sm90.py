@@ -80,10 +80,11 @@ def rule(plan):
         """Bytes that one warpgroup's product of 64 or more rows reads."""
         return 2 * k * ((0 if from_registers else rows_of_a) + columns * (rows_of_a // 64))
 
-    if plan.split_depth:  # 64 keys; a warpgroup has the scores of its half of the queries, and half of each depth
-        one = product(64, m // groups, d) + product(64, m // groups, v)
-        one += product(64, v // groups, m) + 2 * product(64, d // groups, m)
-        squares = 2  # P too
+    if plan.apart:  # one warpgroup has S and dV, the other dP and dK, each pieces of dQ's depth; P goes over in float32
+        groups = 1
+        one = product(64, m, d) + product(64, m, v) + product(64, v, m, True) + product(64, d, m, True)
+        one += 2 * plan.pieces * product(64, d // (2 * plan.pieces), n)
+        squares = 3
     else:  # 64 keys a warpgroup; P and dS are operands in registers, dQ is shared by depth or by queries
         one = product(64, m, d) + product(64, m, v) + product(64, v, m, True) + product(64, d, m, True)
         one += product(64, d, n) if plan.rows_shared else product(64, d // groups, n)

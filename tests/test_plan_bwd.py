@@ -134,12 +134,12 @@ def test_every_depth_has_a_form_that_fits(more):
         assert plan.smem <= SMEM_LIMIT and plan.direction == "bwd"
         inner, inner_value = plan.inner, plan.inner_value
         assert inner - d < 64 and inner_value - v < 64
-        warpgroups_of = plan.groups if plan.split_depth else 1
         # dK, dV, dQ and the 16-bit P and dS of a math thread are alive together; 32 more were enough so far.
-        held = (inner + inner_value) // 2 // warpgroups_of + plan.rows * inner // (128 * plan.groups)
+        grads = max(inner, inner_value) if plan.apart else inner + inner_value
+        held = grads // 2 + plan.rows * inner // (128 * plan.groups * plan.pieces)
         assert held + plan.columns // 2 + 32 <= plan.registers[1], (d, v, held)
         for name in ("q", "k", "dout"):
-            shared = plan.groups if plan.split_depth or (name == "k" and not plan.rows_shared) else 1
+            shared = plan.groups if name == "k" and not plan.rows_shared else 1
             assert plan.depth_of(name) // shared % (plan.swizzle_of(name) // 2) == 0, (d, v, name)
 
 
