@@ -148,22 +148,24 @@ def test_shared_memory_is_the_sum_of_its_places():
     tiles = 2 * 128 * 128 * 2 + 2 * 2 * (64 * 128) * 2  # K and V; Q and dO twice
     assert plan.smem == tiles + 2 * 2 * 128 * 64 + 2 * 4 * 64 * 128 + 2 * 512 + 8 * (1 + 1 + 4 + 4 + 4)
     plan = select(problem(256), "sm_90a")
-    tiles = 2 * 64 * 256 * 2 + 2 * 64 * 256 * 2
-    assert plan.smem == tiles + 2 * 2 * 2 * 64 * 64 + 4 * 64 * 256 + 512 + 8 * (1 + 1 + 2 + 2 + 2)
+    tiles = 2 * 64 * 256 * 2 + 3 * 64 * 256 * 2  # K and V; Q twice, dO once
+    squares = 2 * 2 * 64 * 64 + 4 * 64 * 64  # dS twice, P in float32
+    assert plan.smem == tiles + squares + 2 * 4 * 64 * 64 + 2 * 512 + 8 * (1 + 1 + 4 + 2 + 2 * 2)
     more = select(problem(128, segments=True, deterministic=True), "sm_90a")
     assert more.smem == select(problem(128), "sm_90a").smem + 16 * 12 + 4
 
 
 def test_rings_count_arrivals_and_bytes():
     plan = select(problem(192, 128), "sm_90a")
-    assert plan.split_depth and plan.keys == 64 and plan.columns == 32
+    assert plan.apart and plan.keys == 64 and plan.columns == 64
     by_name = {r.name: tuple(r)[1:] for r in plan.rings}
     assert by_name == {
         "k": ("load", "math", 1, 1, 0, 64 * 192 * 2),
         "v": ("load", "math", 1, 1, 0, 64 * 128 * 2),
         "q": ("load", "math", 2, 1, 8, 64 * 192 * 2 + 2 * 64 * 4),
         "dout": ("load", "math", 2, 1, 8, 64 * 128 * 2),
-        "dq": ("math", "reduce", 1, 8, 1, 0),
+        "dq0": ("math", "reduce", 1, 4, 1, 0),  # each warpgroup's half of the depth
+        "dq1": ("math", "reduce", 1, 4, 1, 0),
     }
 
 
@@ -222,7 +224,7 @@ def test_what_a_plan_cannot_be_is_refused_by_name():
         with pytest.raises(Unsupported, match=words):
             select(problem(d, v), "sm_90a")
     with pytest.raises(AssertionError, match=r"\d{6}"):
-        Plan("bfloat16", 256, 256, split_depth=True, parts=2)
+        Plan("bfloat16", 256, 256, apart=True, pieces=2)  # dO twice too
 
 
 def test_plans_are_keys():
