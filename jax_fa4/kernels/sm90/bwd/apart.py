@@ -1,4 +1,4 @@
-"""The math role where warpgroups have duties apart: one exp2, P and dV, the other dS and dK, each half of dQ's depth."""
+"""The math role where warpgroups have duties apart: one exp2, P and dV, the other dS and dK, each half of dQ."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,8 +17,8 @@ from jax_fa4.kernels.sm90.bwd.grads import (
     clear_queries,
     first_line,
     lay_down,
-    start_keys,
     stage,
+    start_keys,
     start_scores,
     start_slopes,
     start_values,
@@ -188,7 +188,7 @@ def slopes_step(ctx, h, m, places, tile):
 
 @cute.jit
 def duty_steps(ctx, h, group: cutlass.Constexpr):
-    """All query tiles of the group's heads, by one warpgroup."""
+    """All query tiles of the group's heads, by one warpgroup. Returns dQ's next place."""
     plan = ctx.plan
     q_at, dout_at, dq_at, buffer = start(0), start(0), start(1), start(0)
     line = first_line(ctx)
@@ -211,6 +211,7 @@ def duty_steps(ctx, h, group: cutlass.Constexpr):
                 start_piece(ctx, h, piece, Place(buffer.index ^ 1, buffer.phase))
                 warpgroup.wait_group(0)
                 dq_at = leave_piece(ctx, h, (WEIGHTS, piece), dq_at, before)
+    return dq_at
 
 
 @cute.jit
@@ -231,7 +232,7 @@ def duty(ctx, group: cutlass.Constexpr):
     h = duty_hands(ctx, ctx.thread - 128, group)
     clear_before(ctx, h.thread)
     await_keys(ctx, h, start(0))
-    duty_steps(ctx, h, group)
+    _ = duty_steps(ctx, h, group)
     if const_expr(group == SLOPES):
         h.dk.store(h.dk.load() * ctx.scale)
     cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=256)  # the other may still read K for dQ

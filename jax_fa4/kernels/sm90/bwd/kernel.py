@@ -19,14 +19,12 @@ from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm90.bwd import post
-from jax_fa4.kernels.sm90.bwd.apart import grads_apart
 from jax_fa4.kernels.sm90.bwd.context import Context
 from jax_fa4.kernels.sm90.bwd.finish import finish
-from jax_fa4.kernels.sm90.bwd.grads import grads, grads_of_items
 from jax_fa4.kernels.sm90.bwd.items import placed
 from jax_fa4.kernels.sm90.bwd.load import load_alone, load_items
+from jax_fa4.kernels.sm90.bwd.math import math
 from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, ITEM_WORDS, bind, section_of
-from jax_fa4.kernels.sm90.bwd.pieces import reduce_half
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
 from jax_fa4.kernels.sm90.wgmma import swizzled
@@ -102,21 +100,13 @@ def roles(ctx):
                 load_alone(ctx)
         for n in cutlass.range_constexpr(ctx.plan.reducers):
             if ctx.warp == 1 + n:
-                if const_expr(ctx.plan.apart):
-                    reduce_half(ctx, n)
-                else:
-                    reduce(ctx, n)
+                reduce(ctx, n)
         for n in cutlass.range_constexpr(ctx.plan.finishers):
             if ctx.warp == 1 + ctx.plan.reducers + n:
                 finish(ctx, n)
     else:
         cute.arch.setmaxregister_increase(ctx.plan.registers[1])
-        if const_expr(ctx.plan.apart):
-            grads_apart(ctx)
-        elif const_expr(ctx.plan.workers > 0):
-            grads_of_items(ctx)
-        else:
-            grads(ctx)
+        math(ctx)
 
 
 @cute.kernel

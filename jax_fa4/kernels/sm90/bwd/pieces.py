@@ -1,11 +1,29 @@
-"""dQ's way out where each warpgroup makes half of its depth: pieces through places of its own, a reduce warp for each."""
+"""dQ's way out: additions and turns; where each warpgroup makes half of it, pieces through places of its own."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
-from jax_fa4.kernels.sm90.bwd.reduce import add_bulk, rank_of
+from jax_fa4.kernels.common.tiles import key_tiles
+from jax_fa4.kernels.sm90.bwd.plan import turn
+
+
+@cute.jit
+def add_bulk(to, source, nbytes: cutlass.Constexpr):
+    """Starts and commits one bulk addition; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+def rank_of(ctx, m):
+    """The CTA's turn at query tile m."""
+    plan = ctx.plan
+    _, last = key_tiles(m, (plan.rows, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max)
+    return turn(plan, ctx.tile, last)
 
 
 def columns_of(plan, group, piece):
@@ -50,7 +68,7 @@ def add_piece(ctx, part, thread, which: cutlass.Constexpr, tile):
 
 @cute.jit
 def await_halves(flag, count):
-    """Spins until `count` halves of a query tile's dQ have been added. The other half of this turn may have been too."""
+    """Spins until `count` halves of a query tile's dQ have been added. The other half of this turn may have been."""
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     while now < count:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
@@ -80,11 +98,3 @@ def drain_half(ctx, group: cutlass.Constexpr):
             if const_expr(plan.ordered and columns_of(plan, group, 0)[1] > 0):
                 cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
                 cute.arch.red(ctx.turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
-
-
-@cute.jit
-def reduce_half(ctx, group: cutlass.Constexpr):
-    """The role of the reduce warp of a warpgroup. One thread is the role, see reduce.py."""
-    if cute.arch.lane_idx() == 0:
-        drain_half(ctx, group)
-        cute.arch.cp_async_bulk_wait_group(0)

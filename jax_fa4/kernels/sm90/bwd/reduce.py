@@ -6,20 +6,10 @@ from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.kernels.common.copies import views
 from jax_fa4.kernels.common.ring import start, step, wait
-from jax_fa4.kernels.common.tiles import key_tiles, up
+from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm90.bwd.counts import count, hand_on, post
 from jax_fa4.kernels.sm90.bwd.items import another, told
-from jax_fa4.kernels.sm90.bwd.plan import turn
-
-
-@cute.jit
-def add_bulk(to, source, nbytes: cutlass.Constexpr):
-    """Starts and commits one bulk addition; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
-    )
-    cute.arch.cp_async_bulk_commit_group()
+from jax_fa4.kernels.sm90.bwd.pieces import add_bulk, drain_half, rank_of
 
 
 @cute.jit
@@ -29,13 +19,6 @@ def await_turn(flag, rank):
     while now != rank:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
-
-
-def rank_of(ctx, m):
-    """The CTA's turn at query tile m."""
-    plan = ctx.plan
-    _, last = key_tiles(m, (plan.rows, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max)
-    return turn(plan, ctx.tile, last)
 
 
 @cute.jit
@@ -139,7 +122,9 @@ def reduce(ctx, mine: cutlass.Constexpr):
     A lane that waits for a phase which another lane's arrival lets go by may miss it and wait for one that never comes.
     """
     if cute.arch.lane_idx() == 0:
-        if const_expr(ctx.plan.workers > 0):
+        if const_expr(ctx.plan.apart):
+            drain_half(ctx, mine)
+        elif const_expr(ctx.plan.workers > 0):
             _ = drain_items(ctx, mine)
         else:
             _ = drain(ctx, mine, start(0))
