@@ -47,10 +47,12 @@ DEPTHS = {"d128": (128, 128), "d64": (64, 64), "d96": (96, 96), "d256": (256, 25
 def plan_of(depths: tuple[int, int], causal: bool, fields: dict[str, Any]) -> Any:
     d, v = depths
     plan = kernels.select(Problem(AttentionSpec(band=causal), 1, 1, 1, 1, 1, d, v, "bfloat16", "bwd"), "sm_90a", True)
-    if plan.split_depth:
+    if plan.apart:
         fields = {
-            name: x for name, x in fields.items() if name not in ("turns", "lagged", "workers", "finishes", "clears")
+            name: x for name, x in fields.items() if name in ("direct", "parts", "section", "dependent", "ordered")
         }
+        if fields.get("parts", 0):
+            del fields["parts"]
     plan = replace(plan, workers=0, section=0)
     return replace(plan, **fields)
 

@@ -93,6 +93,7 @@ OTHERS = [
     Case("d192_128", b=1, t=100, s=150, n=1, k=1, d=192, v=128, kv_lens=(130,)),
     Case("d256_causal", b=1, t=100, s=140, n=2, k=1, d=256, causal=True),
     Case("d72_40", b=1, t=130, s=150, n=1, k=1, d=72, v=40, q_lens=(125,)),
+    Case("d136_200", b=1, t=100, s=80, n=1, k=1, d=136, v=200),
 ]
 EVERYTHING = Case(
     "all_kinds", b=2, t=150, s=300, n=4, k=2, d=64, window=(150, 20), bottom_right=True, q_lens=(150, 90),
@@ -115,6 +116,35 @@ def test_every_kind_together_in_any_schedule(seed):
     passes(EVERYTHING, "float16", seed=seed)
 
 
+APART = Case(
+    "apart", b=2, t=150, s=150, n=2, k=1, d=256, window=(100, 20), bottom_right=True, q_lens=(150, 90),
+    kv_lens=(150, 70), scale=0.2, soft_cap=4.0, segments=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_warpgroups_with_duties_apart_in_any_schedule(seed):
+    """Every kind together, rows of Q, dO, K and V past a length NaN; by its last step each warpgroup has seen all."""
+    passes(APART, "float16", seed=seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("d, v", [(256, 256), (136, 128)])
+def test_apart_ordered_takes_both_halves_in_turn(d, v, seed):
+    """Two reduce warps count for each tile of keys, each its half of dQ."""
+    case = Case("apart_ordered", b=1, t=130, s=200, n=1, k=1, d=d, v=v, causal=True)
+    plan, memory = passes(case, deterministic=True, seed=seed, resident=2 + seed)
+    assert plan.apart and plan.halves == 2
+    assert memory["turns"].ravel().tolist() == [2, 4, 6]  # of query tiles that see one, two, three tiles of keys
+
+
+def test_apart_ordered_sums_are_bitwise_equal_in_any_schedule():
+    case = Case("apart_bitwise", b=1, t=70, s=200, n=1, k=1, d=192, v=128, causal=False)
+    plan = plan_of(case, deterministic=True)
+    sums = [backward(plan, case, seed, resident=4)[2]["work"].tobytes() for seed in (0, 1, 2, 3)]
+    assert len(set(sums)) == 1
+
+
 IN_STEP = {"turns": False, "held": True, "workers": 0}
 FINISHES = {"workers": 2, "finishes": True, "parts": 1}
 VARIANTS = [
@@ -127,6 +157,11 @@ VARIANTS = [
     FINISHES | {"section": 1},
     FINISHES | {"clears": True},
 ]
+
+
+def test_apart_adds_directly():
+    case = Case("apart_direct", b=1, t=200, s=100, n=1, k=1, d=200, v=256, kv_lens=(90,))
+    passes(case, seed=1, direct=True, parts=0)
 
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: " ".join(fields))
@@ -173,6 +208,11 @@ def oracle_visible(case):
     return visibility(case, inputs(case, "float64"))[0, 0]
 
 
+def width_of_piece(plan):
+    """Columns of dQ that one bulk addition has."""
+    return plan.depth // (plan.groups * plan.pieces) if plan.apart else plan.depth
+
+
 def test_builds_without_spills_and_bulk_copies_are_elected():
     """Of every plan that the tests above have built; ptxas' word that wgmma runs unserialised is the builder's rule."""
     plans = [plan_of(BY_NAME["len_1x1"]), plan_of(BY_NAME["causal_1000"]), *map(plan_of, OTHERS)]
@@ -190,4 +230,4 @@ def test_builds_without_spills_and_bulk_copies_are_elected():
             back = next(line for line in reversed(lines[:i]) if line.startswith(("elect.sync", "$L__", "bar.", "ret")))
             assert back.startswith("elect.sync"), lines[i - 12 : i + 1]
         counted = {int(x) for x in re.findall(r"cp\.reduce\.async\.bulk\S+ \S+, \S+, (\w+);", made.ptx) if x.isdigit()}
-        assert counted <= {4 * plan.rows * plan.depth}
+        assert counted <= {4 * plan.rows * width_of_piece(plan)}

@@ -137,7 +137,7 @@ def test_every_depth_has_a_form_that_fits(more):
         # dK, dV, dQ and the 16-bit P and dS of a math thread are alive together; 32 more were enough so far.
         grads = max(inner, inner_value) if plan.apart else inner + inner_value
         held = grads // 2 + plan.rows * inner // (128 * plan.groups * plan.pieces)
-        assert held + plan.columns // 2 + 32 <= plan.registers[1], (d, v, held)
+        assert held + plan.rows // 2 + 32 <= plan.registers[1], (d, v, held)
         for name in ("q", "k", "dout"):
             shared = plan.groups if name == "k" and not plan.rows_shared else 1
             assert plan.depth_of(name) // shared % (plan.swizzle_of(name) // 2) == 0, (d, v, name)
@@ -157,7 +157,7 @@ def test_shared_memory_is_the_sum_of_its_places():
 
 def test_rings_count_arrivals_and_bytes():
     plan = select(problem(192, 128), "sm_90a")
-    assert plan.apart and plan.keys == 64 and plan.columns == 64
+    assert plan.apart and plan.keys == plan.rows == 64
     by_name = {r.name: tuple(r)[1:] for r in plan.rings}
     assert by_name == {
         "k": ("load", "math", 1, 1, 0, 64 * 192 * 2),

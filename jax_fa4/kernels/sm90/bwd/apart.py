@@ -61,7 +61,7 @@ def duty_hands(ctx, thread, group: cutlass.Constexpr):
     matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     key = ctx.tile * plan.keys + first_row(own)
     names = dict.fromkeys(Hands.__dataclass_fields__)
-    names |= {"thread": thread, "key": key, "key_offset": Int32(0), "row_offset": Int32(0), "part": part}
+    names |= {"thread": thread, "key": key, "key_offset": Int32(0), "part": part}
     names |= {
         "ds_t": third.make_fragment_A(three.partition_A(wgmma.turned(ctx.ds))),
         "k_t": [third.make_fragment_B(three.partition_B(piece)) for piece in key_pieces(ctx)],
@@ -120,21 +120,25 @@ def weights_step(ctx, h, m, places, before, begun):
     q_at, dout_at, dq_at, buffer = places
     clear_queries(ctx, h, m, q_at, dout_at)
     start_scores(ctx, h, q_at)
-    lse = statistics(ctx, h, q_at.index, 0)
+    late = ctx.plan.segments or ctx.plan.soft_cap  # read ahead they make 16 bytes spill there (float16)
+    if const_expr(not late):
+        lse = statistics(ctx, h, q_at.index, 0)
     warpgroup.wait_group(0)
+    if begun:  # a branch between P's rounding and its product serialises wgmma (C7520, float16 with soft cap)
+        cute.arch.barrier(barrier_id=SLOPES_BARRIER, number_of_threads=256)
     mask(ctx, h, m)
+    if const_expr(late):
+        lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
     round_weights(ctx, h)
     arrive(ctx.empty["q"], q_at)
-    if begun:
-        cute.arch.barrier(barrier_id=SLOPES_BARRIER, number_of_threads=256)
     to = sent(ctx, h)
     cute.autovec_copy(cute.make_tensor(h.scores.iterator, cute.make_layout(to.shape)), to)
     cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=256)
     older = Place(buffer.index ^ 1, buffer.phase)
     start_piece(ctx, h, 0, older)
     wait(ctx.full["dout"], dout_at)
-    start_values(ctx, h, dout_at, buffer)
+    start_values(ctx, h, dout_at)
     warpgroup.wait_group(1)  # the first piece of dQ
     if begun:
         dq_at = leave_piece(ctx, h, (WEIGHTS, 0), dq_at, before)
@@ -170,7 +174,7 @@ def slopes_step(ctx, h, m, places, tile):
     cute.arch.barrier(barrier_id=OWN_BARRIER, number_of_threads=128)
     cute.arch.barrier_arrive(barrier_id=SLOPES_BARRIER, number_of_threads=256)
     start_piece(ctx, h, 0, buffer)
-    start_keys(ctx, h, q_at, buffer)
+    start_keys(ctx, h, q_at)
     warpgroup.wait_group(1)  # the first piece of dQ
     dq_at = leave_piece(ctx, h, (SLOPES, 0), dq_at, tile)
     for piece in cutlass.range_constexpr(1, ctx.plan.pieces):

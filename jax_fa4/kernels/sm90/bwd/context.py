@@ -32,7 +32,6 @@ class Context:
     dk: Any  # dK and dV are stored from K's and V's places
     dv: Any
     ds: Any  # shared tensor (keys, rows, buffers): dS^T
-    p: Any  # likewise P^T where warpgroups share the keys, or None
     weights: Any  # shared pointer: P^T in float32 in the order of one warpgroup's registers, where the other needs it
     part: Any  # shared pointer: float32 dQ tiles in the order of the math threads' registers, or None
     held: Any  # shared pointer: statistics by stage

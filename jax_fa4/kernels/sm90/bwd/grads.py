@@ -27,7 +27,6 @@ class Hands:
     thread: Any  # 0.. within the math role
     key: Any  # the thread's first
     key_offset: Any  # of the warpgroup's keys within the tile
-    row_offset: Any  # of its queries within a step
     scale: Any  # what a score (capped, where there is a cap) is multiplied with in the exponent
     own: Any  # segments.key_ids, or None
     scores: Any  # S^T, then P^T
@@ -39,7 +38,7 @@ class Hands:
     dv_mma: Any
     p: Any  # (operand A, the same registers in an accumulator's order)
     s: Any
-    put: Any  # tiled copy of P^T and dS^T into shared memory
+    put: Any  # tiled copy of dS^T into shared memory
     k: Any  # fragments: operands of S and dP
     v: Any
     q: Any
@@ -48,8 +47,6 @@ class Hands:
     dout_t: Any
     ds_t: Any  # operands of dQ
     k_t: Any
-    p_a: Any  # operands A of dV and dK where they are in shared memory, or None
-    ds_a: Any
 
 
 def hands(ctx, thread):
@@ -60,9 +57,7 @@ def hands(ctx, thread):
     value = products.keys_mma(plan, plan.inner_value)
     one, two, three, four = (mma.get_slice(thread) for mma in (first, second, third, value))
     group = thread // 128
-    row, key_offset, row_offset = first_row(thread % 128), 64 * group, cutlass.Int32(0)
-    if plan.split_depth:
-        key_offset, row_offset = cutlass.Int32(0), plan.columns * group
+    row, key_offset = first_row(thread % 128), 64 * group
     key = ctx.tile * plan.keys + key_offset + row
     shapes = (
         one.partition_shape_C((plan.keys, plan.rows)),
@@ -74,12 +69,10 @@ def hands(ctx, thread):
     scores, slopes, dk, dv, part = (cute.make_rmem_tensor(shape, Float32) for shape in shapes)
     turned = wgmma.turned
     matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-    shared = plan.split_depth
     return Hands(
         thread=thread,
         key=key,
         key_offset=key_offset,
-        row_offset=row_offset,
         scale=LOG2_E if plan.soft_cap else ctx.scale * LOG2_E,
         own=key_ids(ctx, key) if plan.segments else None,
         scores=scores,
@@ -100,8 +93,6 @@ def hands(ctx, thread):
         dout_t=value.make_fragment_B(four.partition_B(turned(ctx.dout[2]))),
         ds_t=third.make_fragment_A(three.partition_A(turned(ctx.ds))),
         k_t=third.make_fragment_B(three.partition_B(turned(ctx.k[2]))),
-        p_a=value.make_fragment_A(four.partition_A(ctx.p)) if shared else None,
-        ds_a=second.make_fragment_A(two.partition_A(ctx.ds)) if shared else None,
     )
 
 
@@ -124,20 +115,18 @@ def start_slopes(ctx, h, at):
 
 
 @cute.jit
-def start_values(ctx, h, at, buffer):
-    a = stage(h.p_a, buffer.index) if const_expr(ctx.plan.split_depth) else h.p[0]
-    wgmma.issue(products.keys_mma(ctx.plan, ctx.plan.inner_value), h.dv, a, stage(h.dout_t, at.index), False)
+def start_values(ctx, h, at):
+    wgmma.issue(products.keys_mma(ctx.plan, ctx.plan.inner_value), h.dv, h.p[0], stage(h.dout_t, at.index), False)
 
 
 @cute.jit
-def start_keys(ctx, h, at, buffer):
-    a = stage(h.ds_a, buffer.index) if const_expr(ctx.plan.split_depth) else h.s[0]
-    wgmma.issue(products.keys_mma(ctx.plan, ctx.plan.inner), h.dk, a, stage(h.q_t, at.index), False)
+def start_keys(ctx, h, at):
+    wgmma.issue(products.keys_mma(ctx.plan, ctx.plan.inner), h.dk, h.s[0], stage(h.q_t, at.index), False)
 
 
 @cute.jit
 def lay_down(ctx, h, half, to, buffer):
-    """P^T or dS^T from registers to shared memory (keys, rows)."""
+    """dS^T from registers to shared memory (keys, rows)."""
     matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), DTYPES[ctx.plan.dtype])
     cute.copy(matrix, h.put.retile(half[1]), h.put.partition_D(to[None, None, buffer.index]))
 
@@ -241,25 +230,18 @@ def tile_step(ctx, h, m, places, line):
     if const_expr(late):  # read only now
         lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
-    if const_expr(plan.split_depth):
-        round_weights(ctx, h)
-        lay_down(ctx, h, h.p, ctx.p, buffer)
     hold(ctx, dout_at)
     warpgroup.wait_group(0)  # dP
     if const_expr(late):
         delta = statistics(ctx, h, q_at.index, 1)
     differ(h, delta)
-    if const_expr(not plan.split_depth):
-        round_weights(ctx, h)  # only now, when its float32 registers are no longer needed
+    round_weights(ctx, h)  # only now, when its float32 registers are no longer needed
     round_slopes(h)
     lay_down(ctx, h, h.s, ctx.ds, buffer)
-    if const_expr(not plan.split_depth):
-        start_values(ctx, h, dout_at, buffer)
+    start_values(ctx, h, dout_at)
     meet(plan)  # two buffers, so this one barrier also frees the older
-    if const_expr(plan.split_depth):
-        start_values(ctx, h, dout_at, buffer)
     wgmma.issue(products.queries_mma(plan), h.part, stage(h.ds_t, buffer.index), stage(h.k_t, 0), True)
-    start_keys(ctx, h, q_at, buffer)
+    start_keys(ctx, h, q_at)
     warpgroup.wait_group(1)  # dV and dQ
     arrive(ctx.empty["dout"], dout_at)
     leave(ctx, h, turn_at, line + m)
@@ -278,7 +260,7 @@ def lagged_step(ctx, h, m, places, line, begun):
     clear_queries(ctx, h, m, q_at, dout_at)
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
-    start_keys(ctx, h, q_before, buffer)
+    start_keys(ctx, h, q_before)
     warpgroup.wait_group(2)  # S
     mask(ctx, h, m)
     weigh(ctx, h, statistics(ctx, h, q_at.index, 0))
@@ -294,7 +276,7 @@ def lagged_step(ctx, h, m, places, line, begun):
     lay_down(ctx, h, h.s, ctx.ds, buffer)
     meet(plan)
     wgmma.issue(products.queries_mma(plan), h.part, stage(h.ds_t, buffer.index), stage(h.k_t, 0), True)
-    start_values(ctx, h, dout_at, buffer)
+    start_values(ctx, h, dout_at)
     warpgroup.wait_group(1)  # dQ
     leave(ctx, h, turn_at, line + m)
     warpgroup.wait_group(0)  # dV
@@ -346,8 +328,8 @@ def turn_step(ctx, h, m, places, begun):
     lay_down(ctx, h, h.s, ctx.ds, buffer)
     let_other(ctx, h)
     start_queries(ctx, h, Place(buffer.index ^ (1 - h.thread // 128), buffer.phase))
-    start_values(ctx, h, dout_at, buffer)
-    start_keys(ctx, h, q_at, buffer)
+    start_values(ctx, h, dout_at)
+    start_keys(ctx, h, q_at)
     warpgroup.wait_group(2)  # dQ
     if begun:
         hand_over(ctx, h, turn_at)
@@ -418,7 +400,7 @@ def lagged_steps(ctx, h):
             m = ctx.first
             line = line + ctx.tiles
     if total > 0:
-        start_keys(ctx, h, q_before, buffer)
+        start_keys(ctx, h, q_before)
         warpgroup.wait_group(0)
 
 

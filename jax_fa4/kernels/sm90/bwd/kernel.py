@@ -45,8 +45,7 @@ def shared_tensors(plan, memory):
         form = layout(plan, name, *shape)
         made[name] = memory.allocate_tensor(dtype, form.outer, byte_alignment=1024, swizzle=form.inner)
     square = swizzled(dtype, plan.keys, plan.rows, DS_BUFFERS, 128)
-    for name in ("ds", "p") if plan.split_depth else ("ds",):
-        made[name] = memory.allocate_tensor(dtype, square.outer, byte_alignment=1024, swizzle=square.inner)
+    made["ds"] = memory.allocate_tensor(dtype, square.outer, byte_alignment=1024, swizzle=square.inner)
     return made
 
 
@@ -196,7 +195,6 @@ def backward(
         dk=(dk_atom, dk, shared["dk"]),
         dv=(dv_atom, dv, shared["dv"]),
         ds=shared["ds"],
-        p=shared.get("p"),
         weights=weights,
         part=part,
         held=held,

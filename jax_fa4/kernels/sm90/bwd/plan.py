@@ -33,10 +33,10 @@ def native(depth: int) -> int:
 class Plan:
     """dQ, dK and dV: a CTA holds `keys` keys of one key head, and takes `rows` queries a step, of each of its heads.
 
-    One load warp, one reduce warp, `groups` math warpgroups. Either each of these has 64 keys of its own, and P^T and
-    dS^T go from registers into dV and dK; or (`split_depth`) all have the same 64 keys, share the queries of the
-    scores and the depth of dV, dK, dQ, and P^T and dS^T go through shared memory. Registers of a math thread decide:
-    dK and dV take (D + Dv) / 2 of them in the first form, half of that in the second.
+    One load warp, reduce warps, `groups` math warpgroups. Either each of these has 64 keys of its own; or (`apart`)
+    both have the same 64 keys, the one S, P and dV of them, the other dP, dS and dK, and P goes through shared memory.
+    P^T and dS^T go from registers into dV and dK. Registers of a math thread decide: dK and dV take (D + Dv) / 2 of
+    them in the first form, the greater of D / 2 and Dv / 2 in the second.
     """
 
     dtype: str
@@ -46,7 +46,6 @@ class Plan:
     segments: bool = False
     soft_cap: bool = False
     ordered: bool = False  # deterministic: key tiles add to a query tile's dQ in one fixed order
-    split_depth: bool = False
     apart: bool = False  # one warpgroup has exp2, P and dV, the other dS and dK
     rows: int = 64  # queries of a step: 64, of whose dQ the warpgroups share the depth, or 64 for each of them
     query_stages: int = 2  # of Q and its statistics
@@ -73,20 +72,19 @@ class Plan:
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert all(d % 8 == 0 and 8 <= d <= NATIVE_DEPTHS[-1] for d in (self.depth, self.value_depth)), self
-        assert self.rows == 64 or (self.rows == 64 * self.groups and not self.split_depth), self
-        assert not self.lagged or not self.split_depth, "lagged takes dS from registers"
+        assert self.rows in (64, 64 * self.groups), self
         if self.apart:
-            alone = self.split_depth or self.turns or self.lagged or self.held or self.workers
+            alone = self.turns or self.lagged or self.held or self.workers
             assert self.groups == 2 and self.rows == 64 and not alone, self
             assert self.inner // self.groups // self.pieces % 32 == 0, self
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
-            assert not (self.split_depth or self.lagged or self.held or self.direct), self
+            assert not (self.lagged or self.held or self.direct), self
         # Reduce warps stand beside the load warp in one warpgroup; turns are taken by them.
         assert self.parts == 0 and not self.ordered if self.direct else 1 <= self.parts <= 3, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         if self.workers or self.finishes:
-            assert self.workers and not (self.split_depth or self.segments or self.direct or self.lagged), self
+            assert self.workers and not (self.segments or self.direct or self.lagged), self
             assert self.inner == self.inner_value, "dK and dV leave through the places of dQ"
             assert not self.clears or (self.finishes and not self.section), "heads are worked on in order"
             assert not (self.finishes and self.ordered), "with turns the last to add is always the same tile of keys"
@@ -103,17 +101,17 @@ class Plan:
 
     @property
     def keys(self) -> int:
-        return 64 if self.split_depth or self.apart else 64 * self.groups
+        return 64 * self.sharing
 
     @property
-    def columns(self) -> int:
-        """Queries of a step whose scores one warpgroup has."""
-        return self.rows // self.groups if self.split_depth else self.rows
+    def sharing(self) -> int:
+        """Warpgroups that share a product of scores, dK or dV, each with 64 keys of its own."""
+        return 1 if self.apart else self.groups
 
     @property
     def crowded(self) -> bool:
         """Whether the statistics are read only where they are used; read ahead they make 4 to 212 bytes spill here."""
-        return self.segments or self.soft_cap or self.rows_shared or (self.inner > 128 and not self.split_depth)
+        return self.segments or self.soft_cap or self.rows_shared or self.inner > 128
 
     @property
     def rows_shared(self) -> bool:
@@ -162,7 +160,7 @@ class Plan:
 
     def swizzle_of(self, name: str) -> int:
         """Bytes of the swizzle: 64 where a warpgroup reads a part of the depth that 64 columns do not divide."""
-        shared = self.split_depth or (name in ("k", "dk") and not self.rows_shared)
+        shared = name in ("k", "dk") and not self.rows_shared
         return 128 if self.depth_of(name) // (self.groups if shared else 1) % 64 == 0 else 64
 
     @property
@@ -242,7 +240,7 @@ class Plan:
     def smem(self) -> int:
         """Bytes of the tiles, statistics and barriers, and of what segments and turns add."""
         filled = sum(ring.stages * ring.bytes for ring in self.rings if ring.name != "landed")
-        squares = ITEM_BYTES[self.dtype] * self.keys * self.rows * DS_BUFFERS * (2 if self.split_depth else 1)
+        squares = ITEM_BYTES[self.dtype] * self.keys * self.rows * DS_BUFFERS
         parts = 4 * self.part_numbers * self.parts * len(self.part_rings)
         parts += 4 * self.keys * self.rows * self.apart  # P in float32, from the one warpgroup to the other
         barriers = sum(ring.barrier_bytes for ring in self.rings)

@@ -8,16 +8,13 @@ K, MN = wgmma.K_MAJOR, wgmma.MN_MAJOR
 
 def scores_mma(plan):
     """S^T and dP^T, both operands from shared memory. Warpgroups share the keys, or else the queries."""
-    split = (1, plan.groups) if plan.split_depth else (1 if plan.apart else plan.groups, 1)
-    return wgmma.product(DTYPES[plan.dtype], (K, K), split, (64, plan.columns))
+    return wgmma.product(DTYPES[plan.dtype], (K, K), (plan.sharing, 1), (64, plan.rows))
 
 
 def keys_mma(plan, depth):
     """dV (depth: the native one of V) and dK. A from registers where a warpgroup has its own keys."""
     dtype = DTYPES[plan.dtype]
-    if plan.split_depth:
-        return wgmma.product(dtype, (K, MN), (1, plan.groups), (64, depth // plan.groups))
-    return wgmma.product(dtype, (K, MN), (1 if plan.apart else plan.groups, 1), (64, depth), a_in_registers=True)
+    return wgmma.product(dtype, (K, MN), (plan.sharing, 1), (64, depth), a_in_registers=True)
 
 
 def queries_mma(plan):

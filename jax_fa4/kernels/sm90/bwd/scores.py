@@ -49,9 +49,9 @@ def mask(ctx, h, m):
     plan = ctx.plan
     if const_expr(plan.soft_cap):
         cap(ctx, h.scores)
-    top = m * plan.rows + h.row_offset
+    top = m * plan.rows
     key = ctx.tile * plan.keys + h.key_offset
-    if not all_keys_visible((top, top + plan.columns - 1), (key, key + 63), ctx.band, plan.band):
+    if not all_keys_visible((top, top + plan.rows - 1), (key, key + 63), ctx.band, plan.band):
         hide(ctx, h.scores, h.key, top + 2 * (ctx.thread % 4))
     if const_expr(plan.segments):
         hide_others(ctx, h.scores, h.key, top, h.own)
@@ -61,10 +61,10 @@ def mask(ctx, h, m):
 def statistics(ctx, h, stage, which: cutlass.Constexpr):
     """LSE in base 2 (0) or delta (1) of the thread's columns, in the order of an accumulator row."""
     plan = ctx.plan
-    found = cute.make_rmem_tensor(cute.make_layout((2, plan.columns // 8)), Float32)
-    at = stage * (2 * plan.rows) + which * plan.rows + h.row_offset + 2 * (ctx.thread % 4)
+    found = cute.make_rmem_tensor(cute.make_layout((2, plan.rows // 8)), Float32)
+    at = stage * (2 * plan.rows) + which * plan.rows + 2 * (ctx.thread % 4)
     source = (ctx.held + at).align(8)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, plan.columns // 8), stride=(1, 8))), found)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, plan.rows // 8), stride=(1, 8))), found)
     return found
 
 

@@ -38,7 +38,7 @@ def hide_others(ctx, scores, key, top, own):
     """
     of_queries, _ = ctx.segments
     lane = ctx.thread % 32
-    found = cute.make_rmem_tensor(ctx.plan.columns // 32, Int32)
+    found = cute.make_rmem_tensor(ctx.plan.rows // 32, Int32)
     low, high = Int32(HIGHEST), Int32(LOWEST)
     for n in cutlass.range_constexpr(cute.size(found)):
         found[n] = of_queries[cutlass.min(top + 32 * n + lane, ctx.queries - 1)]
