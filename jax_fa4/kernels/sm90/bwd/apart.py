@@ -124,20 +124,23 @@ def weights_step(ctx, h, m, places, before, begun):
     if const_expr(not late):
         lse = statistics(ctx, h, q_at.index, 0)
     warpgroup.wait_group(0)
-    if begun:  # a branch between P's rounding and its product serialises wgmma (C7520, float16 with soft cap)
+    if begun:  # long since, when S is complete
         cute.arch.barrier(barrier_id=SLOPES_BARRIER, number_of_threads=256)
     mask(ctx, h, m)
     if const_expr(late):
         lse = statistics(ctx, h, q_at.index, 0)
+    arrive(ctx.empty["q"], q_at)
+    if const_expr(ctx.plan.soft_cap):  # no branch between P's rounding and its product: C7520 (float16)
+        wait(ctx.full["dout"], dout_at)
     weigh(ctx, h, lse)
     round_weights(ctx, h)
-    arrive(ctx.empty["q"], q_at)
     to = sent(ctx, h)
     cute.autovec_copy(cute.make_tensor(h.scores.iterator, cute.make_layout(to.shape)), to)
     cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=256)
     older = Place(buffer.index ^ 1, buffer.phase)
     start_piece(ctx, h, 0, older)
-    wait(ctx.full["dout"], dout_at)
+    if const_expr(not ctx.plan.soft_cap):
+        wait(ctx.full["dout"], dout_at)
     start_values(ctx, h, dout_at)
     warpgroup.wait_group(1)  # the first piece of dQ
     if begun:
