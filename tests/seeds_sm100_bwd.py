@@ -69,9 +69,13 @@ DEPTHS = [
     Case("d64_192", t=130, s=70, d=64, v=192, **SMALL),
 ]
 CASES = [*(Case(f"len_{t}x{s}", t=t, s=s, **SMALL) for t, s in FULL), *BANDS, *LENGTHS, *KINDS, *DEPTHS]
-# Four key tiles add to each query tile.
+# Four key tiles add to each query tile; of pairs three, as two numbers have one sum.
 ORDERED = Case("many_keys", t=64, s=450, **SMALL)
+ORDERED_PAIR = Case("many_keys_pair", t=64, s=600, d=128, **SMALL)
 ORDERED_CAUSAL = replace(BY_NAME["causal_1000"], name="many_keys_causal", t=300, s=300)
+
+
+LOOSE = 8  # seeds of the form without an order
 
 
 def passes_each(case: Case, seeds: range, until: float, passes: Callable) -> dict:
@@ -99,44 +103,57 @@ def bits_each(case: Case, seeds: range, until: float, run: Callable, determinist
     return {"deterministic": deterministic, "seeds": sum(found.values()), "different results": len(found)}
 
 
+def bits_of(case: Case, seed: int, deterministic: bool) -> bytes:
+    """What a call leaves in dQ, its float32 sums, dK and dV."""
+    import test_emulated_sm100_bwd as single
+    import test_emulated_sm100_bwd_pair as pairs
+
+    if case is ORDERED_PAIR:
+        return pairs.bits(pairs.backward(pairs.plan_of(case, ordered=deterministic), case, seed, resident=6)[2])
+    return single.bits(single.backward(single.plan_of(case, deterministic=deterministic), case, seed, resident=4)[2])
+
+
+def compared(report: dict, wanted: list[str], orders: int, until: float) -> None:
+    """The comparisons of bits that `wanted` names, into the report."""
+    for case in (ORDERED_PAIR, ORDERED, ORDERED_CAUSAL):
+        if not {"bits", case.name} & {*wanted}:
+            continue
+        for deterministic, seeds in ((True, orders), (False, LOOSE)):
+            name = f"{case.name}, {'deterministic' if deterministic else 'not deterministic'}"
+            report["bits"][name] = bits_each(case, range(seeds), until, bits_of, deterministic)
+            print(name, report["bits"][name], flush=True)
+
+
 def main() -> int:
     import test_emulated_sm100_bwd as tests
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="cases, or `bits`; all of them without any")
+    parser.add_argument("names", nargs="*", help="cases, or `bits` or one of its cases; all of them without any")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--orders", type=int, default=50, help="seeds of the comparison of bits")
     parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--out", type=Path, default=OUT, help="the file to write")
     args = parser.parse_args()
     until = time.time() + 60 * args.minutes
-
-    def run(case: Case, seed: int, deterministic: bool) -> bytes:
-        plan = tests.plan_of(case, deterministic=deterministic)
-        return tests.bits(tests.backward(plan, case, seed, resident=4)[2])
-
-    old = json.loads(OUT.read_text()) if args.names and OUT.exists() else {}
+    old = json.loads(args.out.read_text()) if args.names and args.out.exists() else {}
     wanted = args.names or ["bits", *(case.name for case in CASES)]
     report: dict = {
-        "what": "Blackwell backward (one CTA a key tile), emulated; no Blackwell card has run it",
+        "what": "Blackwell backward (one CTA a key tile; bits of pairs too), emulated; no Blackwell card has run it",
         "commands": [*old.get("commands", []), " ".join(["python tests/seeds_sm100_bwd.py", *sys.argv[1:]])],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "numpy")},
         "bits": old.get("bits", {}),
         "cases": old.get("cases", {}),
     }
-    for case in (ORDERED, ORDERED_CAUSAL) if "bits" in wanted else ():
-        for deterministic, seeds in ((True, args.orders), (False, 8)):
-            name = f"{case.name}, {'deterministic' if deterministic else 'not deterministic'}"
-            report["bits"][name] = bits_each(case, range(seeds), until, run, deterministic)
-            print(name, report["bits"][name], flush=True)
+    compared(report, wanted, args.orders, until)
     for case in (case for case in CASES if case.name in wanted):
         report["cases"][case.name] = passes_each(case, range(args.seeds), until, tests.passes)
         print(case.name, report["cases"][case.name], flush=True)
-    save(report, args.seeds)
+    save(report, args.seeds, args.out)
     return 1 if report["total"]["failed"] else 0
 
 
-def save(report: dict, seeds: int) -> None:
+def save(report: dict, seeds: int, out: Path) -> None:
     """With the sums, and without the cases that time left out."""
     report["cases"] = {name: case for name, case in report["cases"].items() if case["seeds"] or case["failed"]}
     done = [c for c in report["cases"].values() if c["seeds"] == seeds]
@@ -144,7 +161,7 @@ def save(report: dict, seeds: int) -> None:
     report["total"] |= {"runs": sum(c["seeds"] for c in report["cases"].values())}
     failed = sum(len(c["failed"]) for c in report["cases"].values())
     report["total"] |= {"failed": failed}
-    OUT.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(report, indent=1) + "\n")
     print(report["total"])
 
 

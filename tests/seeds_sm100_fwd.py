@@ -114,6 +114,7 @@ def main() -> int:
     parser.add_argument("--many", type=int, default=200, help=f"seeds of {', '.join(MANY)}")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--again", action="store_true", help="from seed 0, also where the PTX is the same")
+    parser.add_argument("--out", type=Path, default=OUT, help="the file to write, and to go on with")
     args = parser.parse_args()
     until = time.time() + 60 * args.minutes
     report: dict = {
@@ -121,7 +122,7 @@ def main() -> int:
         "command": " ".join(["python tests/seeds_sm100_fwd.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "numpy")},
-        "cases": json.loads(OUT.read_text())["cases"] if OUT.exists() else {},
+        "cases": json.loads(args.out.read_text())["cases"] if args.out.exists() else {},
     }
     cases = report["cases"]
     todo = [x for x in CASES if x[0].name in args.names or not args.names]
@@ -140,7 +141,7 @@ def main() -> int:
         one["seconds"] = round(one["seconds"], 1)
         print(case.name, more, flush=True)
         report["in all"] = summary(cases)
-        OUT.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(report["in all"] if "in all" in report else summary(cases))
     return int(summary(cases)["failed"] > 0)
 
