@@ -10,8 +10,10 @@ def reference(q, k, v, ints):
 
     b, t, n, d = q.shape
     s = q.reshape(t, d).float() @ k.reshape(k.shape[1], d).float().t()
-    seen = torch.arange(k.shape[1])[None, :] >= torch.arange(t)[:, None]
-    p = torch.where(seen, (s * (12102203 / 67108864)).exp2(), 0.0)
+    at = torch.arange(t, device=q.device)[:, None]
+    seen = torch.arange(k.shape[1], device=q.device)[None, :] >= at
+    p = (s * (12102203 / 67108864)).exp2()
+    p = torch.where(seen, p, torch.zeros_like(p))
     total = p.sum(1, keepdim=True)
     out = (p @ v.reshape(v.shape[1], d).float()) / total
     return out.bfloat16().reshape(b, t, n, d), total.log().reshape(b, n, t)
