@@ -91,7 +91,7 @@ OPEN = {
     "equal, always rescaled, all MUFU, P at once": Case(
         forward(early=4, share=None, spill_allowance=16, **{**TWIN, "lazy": 0.0}), None, FEW, equal=True
     ),
-    "equal, window": Case(forward(band=True, **TWIN), RESCALE, {"T": 8, "S": 64}, 64, 64, equal=True),
+    "equal, window": Case(forward(band=True, **TWIN), RESCALE, {"T": 8, "S": 128}, 128, 128, equal=True),
 }
 
 

@@ -1,7 +1,7 @@
 """Attention of each query to the keys at and after it, and its log-sum-exp: see `reference_attention.py`.
 
-Every number of the operand of run-time values is 64, as a premise of the proof can only be about all of its elements:
-64 queries and keys, an offset of 64, windows of 64 to both sides, so query i sees the keys i ... i + 128.
+Every number of the operand of run-time values is 128, as a premise of the proof can only be about all of its elements:
+no length below 128 keys, an offset of 128, windows of 128 to both sides, so query i sees the keys from i on.
 """
 
 
