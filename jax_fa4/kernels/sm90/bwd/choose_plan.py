@@ -18,8 +18,9 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
     (True, False, False): ((2048, _WORKERS), (0, {})),
     # 312, 468, 550; cuDNN 219, 340, 408. Without workers 285, 449, 533
     (True, True, False): ((0, _WORKERS),),
-    # 446, 541, 594; cuDNN 386, 505, 533. With workers 446, 535, 564
-    (False, False, False): ((0, {}),),
+    # 446, 541, 594; cuDNN 386, 505, 533. With workers 446, 535, 564. Samples in an order that moves on
+    # (2026-11-30_h200_aside.txt): 431, 537, 578; with workers 448, 535, 569
+    (False, False, False): ((2048, _WORKERS), (0, {})),
     # 337, 484, 575; cuDNN 268, 419, 529. Without workers 327, 476; with them 550 at 16k
     (False, True, False): ((8192, _WORKERS), (0, {})),
     # 386, 500, 533 in the order of sections; head by head 328, 424, 543

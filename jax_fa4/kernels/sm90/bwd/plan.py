@@ -85,7 +85,8 @@ class Plan:
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         if self.workers or self.finishes:
             assert self.workers and not (self.segments or self.direct or self.lagged), self
-            assert self.inner == self.inner_value, "dK and dV leave through the places of dQ"
+            same = self.swizzle_of("dk") == self.swizzle_of("dv")  # else dV is wrong: 64 queries a step at depth 64
+            assert self.inner == self.inner_value and same, "dK and dV leave through the places of dQ"
             assert not self.clears or (self.finishes and not self.section), "heads are worked on in order"
             assert not (self.finishes and self.ordered), "with turns the last to add is always the same tile of keys"
         # What a kernel of so many threads is given at its start (ptxas counts in eights) is all that setmaxnreg shares.
