@@ -111,6 +111,16 @@ def test_backward_at_other_depths(case):
     passes(case)
 
 
+@pytest.mark.parametrize(
+    "case", [OTHERS[0], replace(EVERYTHING, name="d64", soft_cap=None, segments=0)], ids=lambda c: c.name
+)
+def test_warps_of_a_warpgroup_wait_for_one_anothers_slopes(case):
+    """Nothing in PTX says that a wgmma waits for all four warps: dQ reads dS that they have laid down."""
+    plan = plan_of(case)
+    assert plan.turns
+    backward(plan, case, order="strict")
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_kind_together_in_any_schedule(seed):
     passes(EVERYTHING, "float16", seed=seed)

@@ -16,7 +16,7 @@ from jax_fa4.kernels.sm90.bwd.items import another, told
 from jax_fa4.kernels.sm90.bwd.plan import block_of
 from jax_fa4.kernels.sm90.bwd.scores import differ, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
-from jax_fa4.kernels.sm90.bwd.store import TURN_BARRIERS, clear_rows, hand_keys, meet, store_keys
+from jax_fa4.kernels.sm90.bwd.store import OWN_BARRIERS, TURN_BARRIERS, clear_rows, hand_keys, meet, store_keys
 from jax_fa4.kernels.sm90.rows import LOG2_E, first_row
 
 
@@ -295,9 +295,11 @@ def await_other(ctx, h):
 
 @cute.jit
 def let_other(ctx, h):
-    """What `await_other` of the other warpgroup waits for."""
+    """What `await_other` of the other warpgroup waits for. And this warpgroup's own warps wait for one another: dQ of
+    the second one reads at once what all four have laid down, and PTX does not say that a wgmma waits for them."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier_arrive(barrier_id=TURN_BARRIERS + h.thread // 128, number_of_threads=256)
+    cute.arch.barrier(barrier_id=OWN_BARRIERS + h.thread // 128, number_of_threads=128)
 
 
 @cute.jit

@@ -11,6 +11,7 @@ from jax_fa4.kernels.common.ring import arrive, step, wait
 
 MATH_BARRIER = 1  # named barrier of the math warps
 TURN_BARRIERS = 2  # the first of two: warpgroup 0 has laid down its dS; warpgroup 1 has
+OWN_BARRIERS = 5  # the first of two: all four warps of that warpgroup have
 
 
 def meet(plan):
