@@ -77,7 +77,7 @@ def choose(problem: Problem, any_shape: bool = False) -> Plan:
         segments=spec.segments,
         soft_cap=spec.soft_cap,
         ordered=spec.deterministic,
-        # 16 to 20 bytes there, with `workers` and without (DSL 4.8.1); depths that are padded to 64 are no one's fast path.
+        # 16 to 20 bytes there, with `workers` and without (DSL 4.8.1); no one is fast at depths padded to 64.
         spill_allowance=32 if spec.soft_cap and min(problem.d, problem.v) < 64 else 0,
         **form_for(problem.d, problem.v) | measured(problem, any_shape),
     )
