@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from jax_fa4.kernels.common.ring import Place
@@ -13,6 +13,16 @@ def tensor_map(descriptor, pointer, layout):
     op = cpasync.CopyBulkTensorTileS2GOp() if descriptor.store else cpasync.CopyBulkTensorTileG2SOp()
     tensor = cute.make_tensor(pointer, cute.make_layout(descriptor.dims, stride=descriptor.strides))
     return cpasync.make_tiled_tma_atom(op, tensor, layout, descriptor.box)
+
+
+@cute.jit
+def add_bulk(to, source, nbytes: cutlass.Constexpr):
+    """Starts and commits one bulk addition to global memory, of float32; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
+    )
+    cute.arch.cp_async_bulk_commit_group()
 
 
 def make_barriers(memory, rings):

@@ -24,7 +24,7 @@ from jax_fa4.kernels.sm100.bwd import post, products
 from jax_fa4.kernels.sm100.bwd.compute import compute
 from jax_fa4.kernels.sm100.bwd.context import Context
 from jax_fa4.kernels.sm100.bwd.load import load
-from jax_fa4.kernels.sm100.bwd.mask import example_band
+from jax_fa4.kernels.sm100.bwd.mask import example_band, soft_cap
 from jax_fa4.kernels.sm100.bwd.mma import multiply
 from jax_fa4.kernels.sm100.bwd.order import course, placed, plain
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind
@@ -161,10 +161,7 @@ def backward(
     if const_expr(plan.ordered):
         whole = up(band.kv_len, plan.tile)
         path = course(tile, (first, last), rising, (whole, copies), plan.band, cutlass.min, cutlass.max)
-    cap = None
-    if const_expr(plan.soft_cap):
-        limit = floats[VALUES.soft_cap]
-        cap = (floats[VALUES.scale] / limit, limit)
+    cap = soft_cap(plan, floats)
     ctx = Context(
         plan=plan,
         warp=warp,

@@ -21,6 +21,14 @@ def example_band(ints, batch, queries, keys):
     return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
 
 
+def soft_cap(plan, floats):
+    """(scale / limit, limit), or None without a cap: logits are limit * tanh(q k scale / limit)."""
+    if const_expr(not plan.soft_cap):
+        return None
+    limit = floats[VALUES.soft_cap]
+    return floats[VALUES.scale] / limit, limit
+
+
 def _from(column):
     """Bits of the columns >= column of a word; column may lie on either side of it. PTX shifts clamp at 32."""
     return cute.arch.inline_ptx(

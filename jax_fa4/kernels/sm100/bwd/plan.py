@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jax_fa4.ffi.buffers import Buffer, value_extents
-from jax_fa4.kernels.common.gradients import backward_inputs, gradients
+from jax_fa4.ffi.buffers import value_extents
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm100.bwd.base import Backward
 from jax_fa4.kernels.sm100.bwd.order import copies
 from jax_fa4.kernels.sm100.regions import TMEM_COLUMNS, Region, check_regions
 from jax_fa4.spec import KERNEL_DTYPES, Problem, Unsupported
@@ -31,13 +31,8 @@ POST_THREADS = 256
 POST_ROWS = 64  # queries of one CTA of the postprocess
 
 
-def native(depth: int) -> int:
-    """The depth in shared memory: the next native one. TMA reads the difference as zeros, and clips it when storing."""
-    return next(d for d in NATIVE_DEPTHS if d >= depth)
-
-
 @dataclass(frozen=True)
-class Plan:
+class Plan(Backward):
     """dQ, dK and dV: a CTA holds 128 keys of one key head, and takes 128 queries a step, of each of its heads.
 
     Tensor memory holds S^T and dP^T (lanes are keys), dV and dK, and dQ of a step (lanes are queries). P^T and dS^T are
@@ -61,6 +56,7 @@ class Plan:
     direction: str = "bwd"
     spill_allowance: int = 0
 
+    DEPTHS = NATIVE_DEPTHS
     launcher = "jax_fa4.kernels.sm100.bwd.kernel"
     tile = 128
     # First warp of each role; compute has two warpgroups of four warps, reduce one. The last two warps idle.
@@ -80,28 +76,7 @@ class Plan:
         assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
         check_regions(self.regions)
 
-    @property
-    def roles(self) -> dict[str, tuple[int, ...]]:
-        """Warps by role, for counters and reports."""
-        first = (self.REDUCE, self.COMPUTE, self.MMA, self.LOAD, self.LOAD + 1)
-        names = ("reduce", "compute", "mma", "load")
-        return {name: tuple(range(a, b)) for name, a, b in zip(names, first, first[1:], strict=False)}
-
     # Shared memory -------------------------------------------------------------------------------------------------
-    @property
-    def inner(self) -> int:
-        """Depth of Q and K in shared memory, of dK and dQ in tensor memory."""
-        return native(self.depth)
-
-    @property
-    def inner_value(self) -> int:
-        """Likewise of V, dO and dV."""
-        return native(self.value_depth)
-
-    def depth_of(self, name: str) -> int:
-        """Depth of an operand or gradient in shared memory."""
-        return self.inner_value if name in ("v", "dv", "dout") else self.inner
-
     def stages_of(self, name: str) -> int:
         """Tiles of an operand in shared memory."""
         return {"q": self.query_stages, "dout": self.dout_stages}.get(name, 1)
@@ -225,18 +200,10 @@ class Plan:
         return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, **turns, releases=self.dependent)
 
     @property
-    def inputs(self) -> tuple[Buffer, ...]:
-        return backward_inputs(self)
-
-    @property
     def copies(self) -> int:
         """Copies of dQ that are wanted, see order.py: so many that the tile before in turn is far enough ahead.
         A turn takes 2000 to 4000 clocks, a step 4104, but at depth 64 2440."""
         return (1 if self.band else 2) * (2 if self.inner + self.inner_value <= 128 else 1)
-
-    @property
-    def outputs(self) -> tuple[Buffer, ...]:
-        return gradients(self) + self.pre.outputs
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T, S, N and K. M: query tiles; C: copies of dQ."""

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm100.bwd.order import turn, visit
 
@@ -24,14 +25,10 @@ def visited(ctx, i):
     return visit(i, (ctx.first, ctx.last), ctx.course, ctx.plan.band, cutlass.min, cutlass.max)
 
 
-@cute.jit
-def add(to, source, nbytes: cutlass.Constexpr):
-    """Starts and commits one bulk addition; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
-    )
-    cute.arch.cp_async_bulk_commit_group()
+def later(place, count, places):
+    """Slices sent after the last one that had slice `place`'s room, and before it; `count` slices a step."""
+    before = place - places if place >= places else max(s for s in range(count) if s % places == place % places) - count
+    return place - before - 1
 
 
 @cute.jit
@@ -59,7 +56,7 @@ def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr):
     while now < wanted:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
-    add(to, source, nbytes)
+    add_bulk(to, source, nbytes)
     if const_expr(before is not None):
         if at_once:
             give_turn(before, 1)

@@ -4,19 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm90.bwd.plan import turn
-
-
-@cute.jit
-def add_bulk(to, source, nbytes: cutlass.Constexpr):
-    """Starts and commits one bulk addition; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
-    )
-    cute.arch.cp_async_bulk_commit_group()
 
 
 def rank_of(ctx, m):

@@ -4,12 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from jax_fa4.kernels.common.copies import views
+from jax_fa4.kernels.common.copies import add_bulk, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm90.bwd.counts import count, hand_on, post
 from jax_fa4.kernels.sm90.bwd.items import another, told
-from jax_fa4.kernels.sm90.bwd.pieces import add_bulk, drain_half, rank_of
+from jax_fa4.kernels.sm90.bwd.pieces import drain_half, rank_of
 
 
 @cute.jit

@@ -23,7 +23,7 @@ from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import query_tiles, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
-from jax_fa4.kernels.sm100.bwd.mask import example_band
+from jax_fa4.kernels.sm100.bwd.mask import example_band, soft_cap
 from jax_fa4.kernels.sm100.bwd.order import course, placed, plain
 from jax_fa4.kernels.sm100.bwd.pair import post, products
 from jax_fa4.kernels.sm100.bwd.pair.compute import compute
@@ -184,10 +184,7 @@ def backward(
     if const_expr(plan.ordered):
         whole = up(band.kv_len, 2 * plan.tile)
         path = course(pair, (first, last), rising, (whole, copies), plan.band, cutlass.min, cutlass.max)
-    cap = None
-    if const_expr(plan.soft_cap):
-        limit = floats[VALUES.soft_cap]
-        cap = (floats[VALUES.scale] / limit, limit)
+    cap = soft_cap(plan, floats)
     atoms = {"k": (k_atom, k), "v": (v_atom, v), "kt": (kt_atom, kt), "q": (q_atom, q), "dout": (dout_atom, dout)}
     atoms |= {"qt": (qt_atom, qt), "doutt": (doutt_atom, doutt), "dk": (dk_atom, dk), "dv": (dv_atom, dv)}
     maps = {name: (*pieces, shared[STORED.get(name, name)]) for name, pieces in atoms.items()}

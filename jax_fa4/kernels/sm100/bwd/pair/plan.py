@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jax_fa4.ffi.buffers import Buffer, value_extents
-from jax_fa4.kernels.common.gradients import backward_inputs, gradients
+from jax_fa4.ffi.buffers import value_extents
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Descriptor, Kernel, Ring, rows_of
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
 from jax_fa4.kernels.sm100.bwd import plan as single
+from jax_fa4.kernels.sm100.bwd.base import Backward
 from jax_fa4.kernels.sm100.bwd.order import copies
 from jax_fa4.kernels.sm100.bwd.wide.plan import WidePlan, wanted, wide
 from jax_fa4.kernels.sm100.regions import Region, check_regions
@@ -32,7 +32,7 @@ DEEP_REGISTERS = (128, 136, 112)
 
 
 @dataclass(frozen=True)
-class PairPlan:
+class PairPlan(Backward):
     """dQ, dK and dV: a pair of CTAs holds 256 keys of one key head, 128 each, and takes 128 queries a step.
 
     Every product is one of the pair (cta_group::2): each CTA brings its own rows of A and half of B. S^T, dP^T, dV and
@@ -64,6 +64,7 @@ class PairPlan:
     spill_allowance: int = 64
 
     pair = True
+    DEPTHS = NATIVE_DEPTHS
     launcher = "jax_fa4.kernels.sm100.bwd.pair.kernel"
     tile = 128  # keys of a CTA, queries of a step
     ctas = 2
@@ -83,27 +84,11 @@ class PairPlan:
         assert self.smem <= SMEM_LIMIT, f"{self.smem} bytes of shared memory, {SMEM_LIMIT} are there: {self}"
         check_regions(self.regions)
 
-    @property
-    def roles(self) -> dict[str, tuple[int, ...]]:
-        """Warps by role, for counters and reports."""
-        first = (self.REDUCE, self.COMPUTE, self.MMA, self.LOAD, self.LOAD + 1)
-        names = ("reduce", "compute", "mma", "load")
-        return {name: tuple(range(a, b)) for name, a, b in zip(names, first, first[1:], strict=False)}
-
     # Shapes --------------------------------------------------------------------------------------------------------
-    @property
-    def inner(self) -> int:
-        """Depth of Q and K in shared memory, of dK and dQ in tensor memory."""
-        return next(d for d in NATIVE_DEPTHS if d >= self.depth)
-
     @property
     def inner_value(self) -> int:
         """Likewise of V, dO and dV."""
         return NATIVE_DEPTHS[0]
-
-    def depth_of(self, name: str) -> int:
-        """Depth of an operand or gradient in shared memory."""
-        return self.inner_value if name in ("v", "dv", "dout", "doutt") else self.inner
 
     @property
     def parts(self) -> int:
@@ -254,14 +239,6 @@ class PairPlan:
         """The preprocess of this plan's tile."""
         made = dict.fromkeys(("turns", "tickets", "copies"), self.ordered) | {"releases": self.dependent}
         return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.inner, **made)
-
-    @property
-    def inputs(self) -> tuple[Buffer, ...]:
-        return backward_inputs(self)
-
-    @property
-    def outputs(self) -> tuple[Buffer, ...]:
-        return gradients(self) + self.pre.outputs
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T, S, N and K. M: query tiles; C: copies of dQ, see ../order.py."""

@@ -9,18 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP
-from jax_fa4.kernels.sm100.bwd.turns import add, add_in_turn, give_turn, place, visited
+from jax_fa4.kernels.sm100.bwd.turns import add_in_turn, give_turn, later, place, visited
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 MEET = 2  # named barrier of the reduce warps
-
-
-def _later(place, count, places):
-    """Slices sent after the last one that had slice `place`'s room, and before it; `count` slices a step."""
-    before = place - places if place >= places else max(s for s in range(count) if s % places == place % places) - count
-    return place - before - 1
 
 
 @cute.jit
@@ -37,7 +32,7 @@ def _send(ctx, slot, rank, before):
     for s in cutlass.range_constexpr(count):
         room = part + s % plan.slices * plan.slice_numbers
         if thread == 0:
-            cute.arch.cp_async_bulk_wait_group(_later(s, count, plan.slices), read=True)
+            cute.arch.cp_async_bulk_wait_group(later(s, count, plan.slices), read=True)
         cute.arch.barrier(barrier_id=MEET, number_of_threads=GROUP)
         for c in cutlass.range_constexpr(0, width, 4):
             at = (room + (c * GROUP + 4 * thread)).align(16)
@@ -54,7 +49,7 @@ def _send(ctx, slot, rank, before):
                 else:
                     add_in_turn((flag, None), wanted, to_slice, room, nbytes)
             else:
-                add(to_slice, room, nbytes)
+                add_bulk(to_slice, room, nbytes)
 
 
 @cute.jit

@@ -22,7 +22,7 @@ from jax_fa4.kernels.common.segments import narrow, narrowed
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, sectioned, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
-from jax_fa4.kernels.sm100.bwd.mask import example_band
+from jax_fa4.kernels.sm100.bwd.mask import example_band, soft_cap
 from jax_fa4.kernels.sm100.bwd.pair import products
 from jax_fa4.kernels.sm100.bwd.pair.kernel import init_barriers
 from jax_fa4.kernels.sm100.bwd.plan import SECTION
@@ -144,13 +144,11 @@ def sweep(
     rows, lines = (queries, heads) if const_expr(plan.by_query) else (keys, kv_heads)
     index = cute.arch.block_idx()[0] // plan.ctas
     pair, head, batch = _work(plan, index, up(rows, plan.ctas * plan.tile), lines)
-    band, segments, cap = example_band(ints, batch, queries, keys), None, None
+    band, segments = example_band(ints, batch, queries, keys), None
     if const_expr(plan.segments):
         segments = (q_segments + batch.to(Int64) * queries, kv_segments + batch.to(Int64) * keys)
     first, last = _trip(plan, pair, band, segments, space)
-    if const_expr(plan.soft_cap):
-        limit = floats[VALUES.soft_cap]
-        cap = (floats[VALUES.scale] / limit, limit)
+    cap = soft_cap(plan, floats)
     own, other = (band.kv_len, keys), (band.q_len, queries)
     if const_expr(plan.by_query):
         own, other = other, own

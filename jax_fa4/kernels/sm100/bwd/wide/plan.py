@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jax_fa4.ffi.buffers import Buffer, value_extents
-from jax_fa4.kernels.common.gradients import backward_inputs, gradients
+from jax_fa4.ffi.buffers import value_extents
 from jax_fa4.kernels.common.parts import ITEM_BYTES, REGISTER_FILE, SMEM_LIMIT, Kernel, Ring, rows_of
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm100.bwd.base import Backward
 from jax_fa4.kernels.sm100.bwd.plan import ARCHS, DEEPEST, GROUP, WARP
 from jax_fa4.kernels.sm100.bwd.plan import NATIVE_DEPTHS as SHALLOW
 from jax_fa4.kernels.sm100.regions import Region, check_regions
@@ -27,7 +27,7 @@ OPERANDS = {
 
 
 @dataclass(frozen=True)
-class WidePlan:
+class WidePlan(Backward):
     """dV, dK and dQ, each by a kernel of its own that computes the scores again: see docs/decisions.
 
     Nothing is added up in global memory: no workspace, no turns, no order of CTAs that a sum depends on. So results are
@@ -47,6 +47,8 @@ class WidePlan:
     spill_allowance: int = 0
 
     pair = True
+    DEPTHS = NATIVE_DEPTHS
+    ROLES = ("COMPUTE", "MMA", "LOAD")
     launcher = "jax_fa4.kernels.sm100.bwd.wide.kernel"
     tile = 128  # rows of a CTA, and rows of the other side that a step takes
     ctas = 2
@@ -72,40 +74,11 @@ class WidePlan:
         same = {f.name: getattr(self, f.name) for f in fields(WidePlan)}
         return tuple(Sweep(**same, gradient=gradient) for gradient in OPERANDS)
 
-    @property
-    def roles(self) -> dict[str, tuple[int, ...]]:
-        """Warps by role, for counters and reports."""
-        first = (self.COMPUTE, self.MMA, self.LOAD, self.LOAD + 1)
-        names = ("compute", "mma", "load")
-        return {name: tuple(range(a, b)) for name, a, b in zip(names, first, first[1:], strict=False)}
-
-    @property
-    def inner(self) -> int:
-        """Depth of Q and K in shared memory, of dK and dQ in tensor memory."""
-        return native(self.depth)
-
-    @property
-    def inner_value(self) -> int:
-        """Likewise of V, dO and dV."""
-        return native(self.value_depth)
-
-    def depth_of(self, name: str) -> int:
-        """Depth of an operand or gradient in shared memory."""
-        return self.inner_value if name in ("v", "dv", "dout") else self.inner
-
     # Operands ------------------------------------------------------------------------------------------------------
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile: statistics, and no workspace."""
         return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, 0, releases=self.dependent)
-
-    @property
-    def inputs(self) -> tuple[Buffer, ...]:
-        return backward_inputs(self)
-
-    @property
-    def outputs(self) -> tuple[Buffer, ...]:
-        return gradients(self) + self.pre.outputs
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         """All symbols of one call, from B, T, S, N and K. M: query tiles."""
@@ -247,10 +220,6 @@ class Sweep(WidePlan):
     def at(self, name: str) -> int:
         """First column of a region."""
         return next(r.start for r in self.regions if r.name == name)
-
-
-def native(depth: int) -> int:
-    return next(d for d in NATIVE_DEPTHS if d >= depth)
 
 
 def fits(depth: int, value_depth: int) -> bool:
