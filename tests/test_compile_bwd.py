@@ -118,7 +118,7 @@ def test_warps_of_a_warpgroup_wait_for_one_anothers_slopes(case):
     """Nothing in PTX says that a wgmma waits for all four warps: dQ reads dS that they have laid down."""
     plan = plan_of(case)
     assert plan.turns != plan.apart, "the two forms that have such a wait"
-    backward(plan, case, order="strict")
+    backward(plan, case)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -229,18 +229,13 @@ class Mma:
         return True
 
     def ordered(self, w, first, op):
-        """The operands are ordered before the operation, which starts when all four warps have issued it: what one of
-        them knows counts for all. order="strict": before every warp's issue, as PTX promises no more."""
+        """The operands are ordered before every warp's issue: PTX does not promise that a wgmma waits for all four."""
         order, ins = w.machine.order, self.ins
         if not order.on:
             return
-        event = order.issue(w, ins, "wgmma", (id(w.cta), first), f"a wgmma of {w.cta.name}", in_order=True)
-        if op.event is not None and not order.strict:
-            event.clock = order.joined(event.clock, op.event.clock)
-        op.event = event
-        if order.strict or len(op.warps) == GROUP_WARPS - 1:
-            for o in op.operands:
-                order.cells(w, ins, o.shared, event, READ, o.cells)
+        op.event = order.issue(w, ins, "wgmma", (id(w.cta), first), f"a wgmma of {w.cta.name}", in_order=True)
+        for o in op.operands:
+            order.cells(w, ins, o.shared, op.event, READ, o.cells)
 
     def hold(self, w, wg, warp, first):
         """Take the warp's accumulator registers, which become poison until its last operation on them is done."""

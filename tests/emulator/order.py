@@ -28,7 +28,7 @@ class Event:
 class Off:
     """No detector: every call does nothing."""
 
-    on = strict = False
+    on = False
 
     def __getattr__(self, name):
         return self._nothing
@@ -38,12 +38,11 @@ class Off:
 
 
 class Order:
-    """Clocks of one launch. strict: a wgmma does not make its four warps wait for one another."""
+    """Clocks of one launch."""
 
     on = True
 
-    def __init__(self, strict=False):
-        self.strict = strict
+    def __init__(self):
         self.names, self.slots = ["the host"], {}
         self.width, self.last = 64, 0
         self.slot_of = np.zeros(4096, np.int32)

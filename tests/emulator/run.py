@@ -93,12 +93,12 @@ def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=(), trace
     seed: 0 quick, others adversarial. exact: the MMA's own rounding instead of float32 BLAS. resident: clusters at a
     time. tolerate: error kinds to report as advisory, for foreign kernels that are known right on hardware.
     trace: a list, to which every Sync is added as it happens. order: look for accesses that nothing orders,
-    too (order.py); "strict": also among the warps that issue one wgmma.
+    too (order.py), also among the warps that issue one wgmma.
     """
     with np.errstate(all="ignore"):
         machine = Machine(load(ptx, launch.entry), launch, memory, seed, exact)
         machine.findings.tolerated = frozenset(tolerate)
-        machine.trace, machine.order = trace, Order(order == "strict") if order else Off()
+        machine.trace, machine.order = trace, Order() if order else Off()
         deadlock = Scheduler(machine, resident).run()
         machine.finish(deadlock)
     return Report(machine.globals.outputs(), machine.findings.all(), deadlock, machine.counters, machine.reached())
