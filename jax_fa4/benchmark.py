@@ -6,13 +6,15 @@ Protocol
   * One timed program runs the call once on each set, jitted as a whole: launch and dispatch cost is shared by the
     sets. Programs are compiled and run `WARM` times before the clock starts; compilation is never inside.
   * One sample = queue the program until it fills at least `SAMPLE_SECONDS`, wait for the last result, divide.
-    Implementations take turns, sample by sample, so that all see the same clocks and temperatures. The median of the
-    samples is the time; the spread is (75 % - 25 % quantile) / median.
+    Implementations take turns, sample by sample, in an order that changes each time: all see the same clocks, and
+    each comes after every other (a fixed order moved ratios by up to 5 %). The median of the samples is the time;
+    the spread is (75 % - 25 % quantile) / median.
   * backward = (forward and backward) - forward, the same for everybody.
   * FLOPs: 4 b n t s d forward (2 (d + v) for unequal depths), 2.5 times that backward, halved for causal masks, and
-    the visible share for windows. A plain 8192^3 bf16 matrix product is timed in the same run.
+    the visible share for windows. A plain 8192^3 bf16 matrix product is timed in the same run, first and again last.
   * Packed sequences: peers that take one example a sequence spread them and pack the results, inside the call.
   * Results are compared once with the XLA path before anything is timed; a wrong implementation gets no number.
+  * A report is written whole after each case: a run that is cut off leaves what it had, and says how much that is.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def sample(program: Callable[[Any], Any], sets: Any, repeats: int) -> float:
 def time_in_turn(
     programs: dict[str, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES
 ) -> dict[str, list[float]]:
-    """Samples of every program, taken in turn."""
+    """Samples of every program, taken in turn, see `order_of`."""
     repeats = {}
     for name, program in programs.items():
         for _ in range(WARM):
@@ -152,10 +154,17 @@ def time_in_turn(
         once = sample(program, sets, 1) * SETS
         repeats[name] = max(1, round(SAMPLE_SECONDS / once))
     found: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(samples):
-        for name, program in programs.items():
-            found[name].append(sample(program, sets, repeats[name]))
+    for n in range(samples):
+        for name in order_of(n, list(programs)):
+            found[name].append(sample(programs[name], sets, repeats[name]))
     return found
+
+
+def order_of(n: int, names: list[str]) -> list[str]:
+    """The n-th sample's: rotated, and every other time backwards, so that places and neighbours both change."""
+    at = n // 2 % max(len(names), 1)
+    turned = names[at:] + names[:at]
+    return turned[::-1] if n % 2 else turned
 
 
 def error(got: Any, want: Any) -> float:
@@ -271,7 +280,8 @@ def standard_cases(args: argparse.Namespace) -> list[Case]:
     made = []
     if args.cases:
         names = list(NAMED) if "all" in args.cases else dict.fromkeys(args.cases)
-        return [replace(case, dtype=args.dtype) for name in names for case in NAMED[name]]
+        cases = [replace(case, dtype=args.dtype) for name in names for case in NAMED[name]]
+        return list(dict.fromkeys(cases))
     for depth in args.depths:
         heads = max(1, 2048 // depth)
         bad = [ratio for ratio in args.gqa if ratio < 1 or heads % ratio]
@@ -302,7 +312,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="also our bitwise reproducible backward")
     parser.add_argument("--forward-only", action="store_true")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="at least 2 (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where the report goes")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where the report goes, after each case")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw the report, as PNG files")
     parser.add_argument("--from-json", type=Path, metavar="JSON", help="no measuring: print and draw this report")
     parser.add_argument(
@@ -331,32 +341,49 @@ def run(args: argparse.Namespace) -> int:
         print(f"benchmark: {error}")
         return 2
     names = list(dict.fromkeys([*args.peers, *["ours_det"] * args.deterministic]))
-    found = take(cases, names, not args.forward_only, args.samples)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1))
+    found = take(cases, names, not args.forward_only, args.samples, args.out)
     return _show(found, args, args.out.stem if args.out else "benchmark")
 
 
-def take(cases: list[Case], names: list[str], backward: bool, samples: int) -> dict[str, Any]:
-    """Measures the cases, printing as it goes; the report, as JSON holds it."""
-    rows: list[Row] = []
-    before = machine()
+def take(cases: list[Case], names: list[str], backward: bool, samples: int, out: Path | None = None) -> dict[str, Any]:
+    """Measures the cases, printing as it goes; the report, as JSON holds it. out: where it is written, case by case."""
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "after": None,
+        "matmul_tflops": matmul_tflops(),
+        "cases": len(cases),
+        "measured": 0,
+        "rows": [],
+    }
     for case in cases:
         new = measure(case, names, backward and case.queries != 1, samples)  # nobody differentiates a decoding step
-        rows += new
+        found["rows"] += [asdict(row) for row in new]
+        found["measured"] += 1
+        found["after"] = machine()
         print(table(new).split("\n", 1)[1], flush=True)
-    return {
-        "machine": before,
-        "after": machine(),
-        "matmul_tflops": matmul_tflops(),
-        "rows": [asdict(r) for r in rows],
-    }
+        write(found, out)
+    found["matmul_tflops"] = matmul_tflops()  # at the clocks and temperatures that the cases met
+    write(found, out)
+    return found
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    """The report so far in place of the one before, which stays whole if this is interrupted."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(out.name + ".part")
+    beside.write_text(json.dumps(found, indent=1))
+    beside.replace(out)
 
 
 def _show(found: dict[str, Any], args: argparse.Namespace, stem: str) -> int:
     print(table([Row(**r) for r in found["rows"]]))
+    for case, ratio in report.deterministic_ratios(found).items():
+        print(f"{case:38s} deterministic backward at {ratio:.2f} of the plain one's rate")
     print(f"matmul 8192^3: {found['matmul_tflops']:.0f} TFLOP/s")
+    if text := report.cut_off(found):
+        print(text)
     if args.plots:
         for path in report.write_plots(found, args.plots, stem):
             print(path)

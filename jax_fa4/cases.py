@@ -103,6 +103,13 @@ NAMED: dict[str, tuple[Case, ...]] = {
         Case(128, 16384, 1, 16, packed="varlen"),
         Case(64, 16384, 1, 32, causal=True, packed="varlen"),
     ),
+    "deterministic": (
+        *(Case(d, n, 16384 // n, 2048 // d, causal=c) for d in (64, 128) for n in (4096, 8192) for c in (False, True)),
+        Case(256, 4096, 4, 8),
+        Case(256, 4096, 4, 8, causal=True),
+        Case(128, 4096, 4, 32, 4, causal=True),
+        Case(128, 8192, 2, 32, 4, causal=True),
+    ),
     "short": (Case(128, 2048, 1, 8, causal=True),),
     "decode": (
         Case(128, 16384, 16, 32, 4, queries=1),

@@ -63,6 +63,13 @@ def ratios(report: Report, direction: str) -> dict[str, float]:
     return out
 
 
+def deterministic_ratios(report: Report) -> dict[str, float]:
+    """The rate of our reproducible backward over that of the plain one, for each case that has both."""
+    rates = {(row["case"], row["name"]): row["bwd_tflops"] for row in report["rows"] if row["bwd_tflops"] > 0}
+    pairs = {case: (rates.get((case, "ours_det")), rates.get((case, "ours"))) for case, _ in rates}
+    return {case: det / plain for case, (det, plain) in pairs.items() if det and plain}
+
+
 # ---- plots ---------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +196,7 @@ your machine, and to draw what you measured:
 ```bash
 python -m jax_fa4 benchmark --depths 64 128 --lengths 1024 4096 16384 --out mine.json --plots plots
 python -m jax_fa4 benchmark --cases all --peers ours cudnn xla --deterministic --out named.json
+python -m jax_fa4 benchmark --cases deterministic --peers ours --deterministic --out deterministic.json
 python -m jax_fa4 benchmark --from-json mine.json --plots plots
 ```
 
@@ -251,8 +259,14 @@ def markdown(reports: dict[str, Report], protocol: str) -> str:
     return "".join([*parts, FLOPS])
 
 
+def cut_off(report: Report) -> str:
+    """What is to be said of a report of a run that did not come to its end; "" of a whole one."""
+    measured, cases = report.get("measured", 0), report.get("cases", 0)
+    return f"The run was cut off: {measured} of {cases} cases." if measured < cases else ""
+
+
 def _section(stem: str, report: Report) -> str:
-    m, after = report["machine"], report.get("after", {})
+    m, after = report["machine"], report.get("after") or {}
     smi, smi_after = m.get("nvidia_smi") or {}, after.get("nvidia_smi") or {}
     out = [f"## {m['device']}, {m['date']}: {stem.split('_', 1)[-1].replace('_', ' ')}\n\n"]
     out.append(f"[`{stem}.json`](measured/{stem}.json): jax {m['jax']}, jax_fa4 {m['jax_fa4']}")
@@ -262,6 +276,8 @@ def _section(stem: str, report: Report) -> str:
             f" {smi_after.get('clocks.sm')} at the end, memory {smi['clocks.mem']}"
         )
     out.append(f". A bf16 matrix product of 8192³ ran at {report['matmul_tflops']:.0f} TFLOP/s in the same run.\n\n")
+    if text := cut_off(report):
+        out.append(f"{text}\n\n")
     plots = plot_names(report, stem)
     for direction, word in DIRECTIONS.items():
         if text := _table(report, direction):
@@ -282,13 +298,15 @@ def _table(report: Report, direction: str) -> str:
     names = list(dict.fromkeys(r["name"] for r in rows))
     cases = list(dict.fromkeys(r["case"] for r in rows))
     ratio = ratios(report, direction)
+    ordered = deterministic_ratios(report) if direction == "bwd" else {}
     found = {(r["case"], r["name"]): f"{r[f'{direction}_tflops']:.0f} ({r[f'{direction}_us']:.0f})" for r in rows}
-    head = ["case", *names, *["ours / best peer"] * bool(ratio)]
+    head = ["case", *names, *["ours / best peer"] * bool(ratio), *["ours_det / ours"] * bool(ordered)]
     out = ["TFLOP/s (µs). D depth, S length, B batch, N heads (query:key).\n\n"]
     out.append(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}\n")
     for case in cases:
         cells = [case, *(found.get((case, name), "-") for name in names)]
-        cells += [f"{ratio[case]:.2f}" if case in ratio else "-"] * bool(ratio)
+        for column in filter(None, (ratio, ordered)):
+            cells.append(f"{column[case]:.2f}" if case in column else "-")
         out.append(f"| {' | '.join(cells)} |\n")
     if ratio:
         mean = math.exp(sum(map(math.log, ratio.values())) / len(ratio))

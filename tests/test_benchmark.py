@@ -1,6 +1,7 @@
 """The benchmark: what it counts, times and refuses, on a CPU at toy size; reports as tables, plots and docs."""
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -43,10 +44,14 @@ def test_a_label_tells_the_case(case):
 def test_named_cases():
     parse = cli.parser().parse_args
     every = benchmark.standard_cases(parse(["benchmark", "--cases", "all"]))
-    assert every == [case for cases in NAMED.values() for case in cases]
+    assert set(every) == {case for cases in NAMED.values() for case in cases}
     assert [Case.from_label(case.label) for case in every] == every and len({c.label for c in every}) == len(every)
     some = benchmark.standard_cases(parse(["benchmark", "--cases", "short", "decode", "--dtype", "float16"]))
     assert [c.length for c in some] == [2048, 16384, 16384, 16384] and {c.dtype for c in some} == {"float16"}
+    both = benchmark.standard_cases(parse(["benchmark", "--cases", "deterministic", "gqa", "--deterministic"]))
+    assert len(both) == len(NAMED["deterministic"]) + 1, "a case of two names is timed once"
+    kinds = {(c.depth, c.length, c.causal) for c in NAMED["deterministic"]}
+    assert kinds >= {(d, n, c) for d in (64, 128) for n in (4096, 8192) for c in (False, True)}
     with pytest.raises(SystemExit):
         parse(["benchmark", "--cases", "longest"])
 
@@ -110,11 +115,44 @@ def test_deterministic_is_one_more_implementation(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     empty = {"matmul_tflops": 1.0, "rows": []}
-    monkeypatch.setattr(benchmark, "take", lambda cases, names, backward, samples: asked.append(names) or empty)
-    assert cli.main(["benchmark", "--deterministic", "--out", str(tmp_path / "a" / "b.json")]) == 0
-    assert asked == [["ours", "cudnn", "ours_det"]] and json.loads((tmp_path / "a" / "b.json").read_text()) == empty
+    monkeypatch.setattr(benchmark, "take", lambda cases, names, *more: asked.append((names, more)) or empty)
+    out = tmp_path / "b.json"
+    assert cli.main(["benchmark", "--deterministic", "--samples", "3", "--out", str(out)]) == 0
+    assert asked == [(["ours", "cudnn", "ours_det"], (True, 3, out))]
     assert cli.main(["benchmark", "--gqa", "5"]) == 2 and cli.main(["benchmark", "--samples", "1"]) == 2
     assert benchmark.implementations(TOY, ["ours_det"])["ours_det"].keywords["deterministic"] is True
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path, capsys):
+    """A report is whole after each case, the one before it stays whole while the next is written."""
+    cases = [Case(64, n, 1, 4) for n in (512, 1024, 2048)]
+    out, seen, rates = tmp_path / "made" / "report.json", [], iter((700.0, 650.0))
+
+    def measure(case, names, backward, samples):
+        seen.append(json.loads(out.read_text()) if out.exists() else None)
+        if case is cases[2] and backward:
+            raise KeyboardInterrupt
+        return [Row(case.label, "ours", fwd_us=1.0, fwd_tflops=2.0)]
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "matmul_tflops", lambda: next(rates))
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.take(cases, ["ours"], True, 2, out)
+    assert seen[0] is None and [len(found["rows"]) for found in seen[1:]] == [1, 2]
+    found = json.loads(out.read_text())
+    assert found == seen[2] and [r["case"] for r in found["rows"]] == [c.label for c in cases[:2]]
+    assert found["matmul_tflops"] == 700 and report.NEEDED <= set(found)
+    assert [path.name for path in out.parent.iterdir()] == ["report.json"]
+    assert cli.main(["benchmark", "--from-json", str(out)]) == 0
+    assert "The run was cut off: 2 of 3 cases." in capsys.readouterr().out
+    assert "The run was cut off: 2 of 3 cases." in report.markdown({"2026_made": found}, benchmark.__doc__)
+
+    rates = iter((700.0, 650.0))
+    whole = benchmark.take(cases, ["ours"], False, 2, out)
+    assert json.loads(out.read_text()) == whole and whole["matmul_tflops"] == 650 and len(whole["rows"]) == 3
+    assert report.cut_off(whole) == "" and "The run was cut off" not in report.markdown(
+        {"2026_made": whole}, benchmark.__doc__
+    )
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -163,8 +201,19 @@ def test_implementations_take_turns(quick, monkeypatch):
     monkeypatch.setattr(benchmark, "SAMPLE_SECONDS", 0)
     programs = {name: lambda sets, name=name: order.append(name) for name in "ab"}
     found = benchmark.time_in_turn(programs, None, samples=3)
-    assert order[-6:] == list("ababab") and [len(x) for x in found.values()] == [3, 3]
+    assert order[-6:] == list("abbaba") and [len(x) for x in found.values()] == [3, 3]
     assert order[: len(order) - 6] == ["a"] * 3 + ["b"] * 3  # warm-up and the trial sample
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
+def test_the_order_of_turns_favours_nobody(names):
+    count = len(names)
+    orders = ["".join(benchmark.order_of(n, list(names))) for n in range(2 * count)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    for at in range(count):  # each place is taken by each as often
+        assert [[order[at] for order in orders].count(name) for name in names] == [2] * count
+    for a, b in itertools.permutations(names, 2):  # and who comes before whom is even
+        assert sum(order.index(a) < order.index(b) for order in orders) == count
 
 
 def test_rates_are_medians_and_the_backward_is_a_difference():
@@ -209,6 +258,17 @@ MADE = {
 def test_ratios_are_against_the_best_peer_where_both_ran():
     assert report.ratios(MADE, "fwd") == {"D64 full S1024 B1 N4": 1.5}
     assert report.ratios(MADE, "bwd") == {"D64 full S1024 B1 N4": 0.5}
+
+
+def test_the_deterministic_backward_is_compared_with_the_plain_one_of_the_same_run(capsys):
+    case = "D64 full S1024 B1 N4"
+    rows = [row(case, "ours", 300, 200), row(case, "ours_det", 300, 150), row("D64 full S512 B2 N4", "ours", 3, 200)]
+    found = MADE | {"rows": rows}
+    assert report.deterministic_ratios(found) == {case: 0.75}
+    text = report.markdown({"2026-01-01_made": found}, benchmark.__doc__)
+    assert "| case | ours | ours_det | ours_det / ours |" in text
+    assert f"| {case} | 200 (2) | 150 (2) | 0.75 |" in text and "| 200 (2) | - | - |" in text
+    assert report.deterministic_ratios(MADE) == {}
 
 
 def test_lines_run_over_lengths():
