@@ -4,12 +4,14 @@
     python benchmarks/backward_variants.py time 1024,4096,16384       # on the GPU; JAX_FA4_STORE names the filled store
     python benchmarks/backward_variants.py time 4096 d128,d64 lagged  # only these depths and variants (and the first)
 
+With FA4_PACKAGES, a folder that benchmarks/fa4_backward.py filled, `fill` and `time` have FlashAttention-4's own too.
 16,384 tokens in all, 2048/D heads, bf16. FLOP: 10 B N T S D, half of it for causal. Each variant is timed three times,
 in turns, and its gradients are compared with the first's; a difference beyond two roundings is printed as WRONG.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from fa4_backward import ENV, Fa4
 
 from jax_fa4 import kernels
 from jax_fa4.ffi import call
@@ -41,11 +44,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ordered sections": {"ordered": True, "section": 32},
     "ordered workers": {"ordered": True, "workers": 132},
 }
+if ENV in os.environ:
+    VARIANTS["fa4"] = {}
 DEPTHS = {"d128": (128, 128), "d64": (64, 64), "d96": (96, 96), "d256": (256, 256), "d192_128": (192, 128)}
 
 
 def plan_of(depths: tuple[int, int], causal: bool, fields: dict[str, Any]) -> Any:
     d, v = depths
+    if fields is VARIANTS.get("fa4"):
+        return Fa4(d, causal)
     plan = kernels.select(Problem(AttentionSpec(band=causal), 1, 1, 1, 1, 1, d, v, "bfloat16", "bwd"), "sm_90a", True)
     if plan.apart:
         fields = {
@@ -58,7 +65,13 @@ def plan_of(depths: tuple[int, int], causal: bool, fields: dict[str, Any]) -> An
 
 
 def all_plans(depths: list[str], names: list[str]) -> list[Any]:
-    made = [plan_of(DEPTHS[d], causal, VARIANTS[n]) for d in depths for causal in (False, True) for n in names]
+    made = [
+        plan_of(DEPTHS[d], causal, VARIANTS[n])
+        for d in depths
+        for causal in (False, True)
+        for n in names
+        if n != "fa4" or d in ("d64", "d128")
+    ]
     return list(dict.fromkeys(made))  # where a variant is no other plan at a depth, it is timed twice: the noise
 
 
@@ -82,6 +95,11 @@ def operands(plan: Any, s: int, causal: bool) -> tuple[dict[str, Any], dict[str,
     return given, shapes, per_pair * b * n * s * s * (0.5 if causal else 1.0)
 
 
+def runner(plan: Any, shapes: dict[str, int]) -> Any:
+    names = [buffer.name for buffer in plan.inputs]
+    return jax.jit(lambda xs: call.call(plan, call.compiled(plan), {n: xs[n] for n in names}, shapes))
+
+
 def seconds(run: Any, given: dict[str, Any]) -> float:
     for _ in range(2):
         jax.block_until_ready(run(given))
@@ -97,12 +115,11 @@ def difference(x: Any, y: Any) -> float:
 
 
 def compare(depth: str, s: int, causal: bool, names: list[str]) -> None:
-    plans = {name: plan_of(DEPTHS[depth], causal, VARIANTS[name]) for name in names}
+    known = [name for name in names if name != "fa4" or depth in ("d64", "d128")]
+    plans = {name: plan_of(DEPTHS[depth], causal, VARIANTS[name]) for name in known}
     given, shapes, flops = operands(plans[names[0]], s, causal)
-    runs = {
-        name: jax.jit(lambda xs, p=plan: call.call(p, call.compiled(p), xs, shapes)) for name, plan in plans.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in names}
+    runs = {name: runner(plan, shapes) for name, plan in plans.items()}
+    times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(3):
         for name, run in runs.items():
             times[name].append(seconds(run, given))

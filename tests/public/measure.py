@@ -22,8 +22,14 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 OUT = ROOT / "docs" / "measured" / "public_fa4.json"
 PACKAGES = ("flash-attn-4==4.0.0b36", "quack-kernels==0.6.5", "einops==0.8.2", "apache-tvm-ffi==0.1.15.post2")
-# CuTe DSL 4.8.1 has no `to` for tensors in registers.
-ADAPTED = ("quack/copy_utils.py", r"src = src\.to\(dst\.element_type, loc=loc, ip=ip\)")
+# What CuTe DSL 4.8.1 has not: `to` for tensors in registers, an ellipsis in a tensor's index.
+ADAPTED = "quack/copy_utils.py"
+EDITS = {
+    r"src = src\.to\(dst\.element_type, loc=loc, ip=ip\)": (
+        "to = cute.make_rmem_tensor_like(src, dst.element_type); to.store(src.load().to(dst.element_type)); src = to"
+    ),
+    r"else tRS_sC\[\.\.\., dst_idx\]": "else tRS_sC[(*[None] * (cute.rank(tRS_sC) - 1), dst_idx)]",
+}
 SHAPES = {"fwd": [(256, 256), (512, 384)], "bwd": [(256, 256), (384, 512)]}
 SMALL = {"fwd": (256, 128), "bwd": (128, 128)}  # the verifier's
 
@@ -34,11 +40,12 @@ def fetch(folder: Path) -> None:
         return
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *PACKAGES]
     subprocess.run(pip, check=True)
-    path, old = folder / ADAPTED[0], ADAPTED[1]
-    new = "to = cute.make_rmem_tensor_like(src, dst.element_type); to.store(src.load().to(dst.element_type)); src = to"
-    text, n = re.subn(old, new, path.read_text())
-    if not n:
-        raise RuntimeError(f"{path}: the line to adapt is not there: another version than {PACKAGES[1]}?")
+    path = folder / ADAPTED
+    text = path.read_text()
+    for old, new in EDITS.items():
+        text, n = re.subn(old, new, text)
+        if not n:
+            raise RuntimeError(f"{path}: {old} is not there: another version than {PACKAGES[1]}?")
     path.write_text(text)
 
 

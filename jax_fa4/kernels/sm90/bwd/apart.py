@@ -49,7 +49,8 @@ def duty_hands(ctx, thread, group: cutlass.Constexpr):
     first, third = products.scores_mma(plan), products.queries_mma(plan)
     depth = plan.inner_value if weighs else plan.inner
     second = products.keys_mma(plan, depth)
-    one, two, three = first.get_slice(own), second.get_slice(own), third.get_slice(thread)
+    # Of a warpgroup, not of a thread: see grads.hands.
+    one, two, three = first.get_slice(0), second.get_slice(0), third.get_slice(128 * group)
     square = cute.make_rmem_tensor(one.partition_shape_C((plan.keys, plan.rows)), Float32)
     grad = cute.make_rmem_tensor(two.partition_shape_C((plan.keys, depth)), Float32)
     width = plan.inner // plan.pieces
@@ -61,7 +62,7 @@ def duty_hands(ctx, thread, group: cutlass.Constexpr):
     matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     key = ctx.tile * plan.keys + first_row(own)
     names = dict.fromkeys(Hands.__dataclass_fields__)
-    names |= {"thread": thread, "key": key, "key_offset": Int32(0), "part": part}
+    names |= {"thread": thread, "group": group, "key": key, "key_offset": Int32(0), "part": part}
     names |= {
         "ds_t": third.make_fragment_A(three.partition_A(wgmma.turned(ctx.ds))),
         "k_t": [third.make_fragment_B(three.partition_B(piece)) for piece in key_pieces(ctx)],
