@@ -91,8 +91,8 @@ def statistics(plan: Any) -> int:
 
 
 def sorted_out(found: dict[str, float], filled: int = STATISTICS) -> dict[str, float]:
-    """Shared memory by what it is used for. Statistics are read by broadcast: 16 bytes a read, the same for all lanes
-    of a warp, is one wavefront, where the counter counts four. filled: clocks of their way in."""
+    """Shared memory by what it is used for. Statistics are read by broadcast: 16 bytes a lane, of which a warp's are at
+    most 64 different ones, is one wavefront, where the counter counts four. filled: clocks of their way in."""
     return {
         "tensor": found["tensor"],
         "exp": found["exp"],

@@ -165,10 +165,15 @@ def expected(plan):
         "mma": (r"tcgen05\.mma\.", copies * (depth + value + 3 * 8)),
         "commit": (r"tcgen05\.commit", copies * 5 + 1),
         "ex2": (r"ex2\.approx", 64 * (1 + plan.soft_cap)),
-        "loads": (r"tcgen05\.ld\S+x32\.", 4 + slices + (plan.inner + plan.inner_value) // 64),
-        "stores": (r"tcgen05\.st\S+x16\.", 4),
+        "rows loaded": (r"tcgen05\.ld\S+32x32b\.x32\.", slices + (plan.inner + plan.inner_value) // 64),
+        # of S and dP, of P and dS: 16 lanes by 32 columns, a warp has 32 by 64; dS also for shared memory
+        "fragments loaded": (r"tcgen05\.ld\S+16x256b\.x4\.", 2 * 2 * 2),
+        "fragments stored": (r"tcgen05\.st\S+16x128b\.x4\.", 2 * 2 * 2),
+        "dS": (r"stmatrix\S+x4\.", 32 * 64 // 256),
         # In order, a step's first addition is there twice: with a turn of the step before to give up, and without.
+        # Each of them is also there as a store, for who is first.
         "reductions": (r"cp\.reduce\.async\.bulk", slices + plan.ordered),
+        "first": (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group ", plan.ordered * (slices + 1)),
         "TMA loads": (r"cp\.async\.bulk\.tensor\S+global", 2 * (plan.inner + plan.inner_value) // 64),
         "local memory": (r"\.local\b", 0),
     }

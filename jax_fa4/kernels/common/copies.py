@@ -25,6 +25,16 @@ def add_bulk(to, source, nbytes: cutlass.Constexpr):
     cute.arch.cp_async_bulk_commit_group()
 
 
+@cute.jit
+def put_bulk(to, source, nbytes: cutlass.Constexpr):
+    """Starts and commits one bulk store to global memory; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[to.toint(), source.toint(), Int32(nbytes)],
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
 def make_barriers(memory, rings):
     """Full and empty barriers by ring name: dicts of pointers. A ring without arrivals on a side has none there."""
     full, empty = {}, {}

@@ -8,7 +8,7 @@ from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import key_tiles, up, work_item
-from jax_fa4.kernels.passes.plan import ahead, bind
+from jax_fa4.kernels.passes.plan import ahead, bind, in_fragments
 from jax_fa4.mask import Band
 
 LOG2_E = 1.4426950408889634
@@ -113,10 +113,8 @@ def bwd_pre(
         begin = place * (plan.rows * plan.work_depth)
         clear_first(work, cleared, (tile, head, batch, begin), (heads, keys, kv_heads), plan)
     elif const_expr(plan.copies):
-        for c in cutlass.range(copies, unroll=1):
-            clear(work + (place * copies + c) * (plan.rows * plan.work_depth), thread, plan)
-            if thread == 0:
-                turns[place * copies + c] = Int32(0)
+        for c in cutlass.range(thread, copies, plan.threads, unroll=1):  # whose first visitor stores
+            turns[place * copies + c] = Int32(0)
     elif const_expr(plan.work_depth > 0):
         clear(work + place * (plan.rows * plan.work_depth), thread, plan)
     if const_expr(plan.turns and not plan.copies):
@@ -140,8 +138,9 @@ def bwd_pre(
         if (whole == -Float32.inf) | (tile * plan.rows + row >= q_len):
             two, delta = Float32.inf, Float32(0.0)
         if (lane == 0) & (row < plan.rows):
-            to[row] = two
-            to[row + plan.rows] = delta
+            where = in_fragments(row) if const_expr(plan.fragments) else row
+            to[where] = two
+            to[where + plan.rows] = delta
 
 
 def start(stream, plan, data, e, dependent=False):

@@ -9,10 +9,19 @@ from jax_fa4.ffi.buffers import INTS, Buffer, value_extents
 from jax_fa4.kernels.common.parts import Kernel
 from jax_fa4.kernels.common.tiles import up
 
+FRAGMENT = 16  # rows whose statistics lie together where threads of a main kernel have fragments
+
+
+def in_fragments(row: Any) -> Any:
+    """Where a row's statistics lie among those of a tile: of each 16 rows 8 b + 2 q + e those of a q together, for the
+    lanes that have rows 2 q and 2 q + 1 of each eight, 16 bytes at a time. Runs on ints and on the DSL's integers."""
+    b, q, e = row % FRAGMENT // 8, row % 8 // 2, row % 2
+    return row // FRAGMENT * FRAGMENT + 4 * q + 2 * b + e
+
 
 @dataclass(frozen=True)
 class BwdPre:
-    """delta = rowsum(dO * O) - dLSE, the LSE in base 2, and a dQ workspace of zeros; one CTA for `rows` queries.
+    """delta = rowsum(dO * O) - dLSE, the LSE in base 2, and mostly a dQ workspace of zeros; one CTA for `rows` queries.
 
     A backward's plan holds one of these with its own tile, so that both sides agree on the padding: M, the number of
     query tiles, is an extent of the scratch buffers, and every padded row is written.
@@ -26,10 +35,13 @@ class BwdPre:
     _: KW_ONLY  # three plans make these: a flag put between others must not move theirs
     turns: bool = False  # also zeroes a number for each query tile, which counts those that added to its dQ
     tickets: bool = False  # also zeroes the ticket counter of work that CTAs take
-    copies: bool = False  # C copies of the workspace and of those numbers, C being an extent of the call
+    copies: bool = (
+        False  # C copies of those numbers and of the workspace, which is not zeroed; C: an extent of the call
+    )
     releases: bool = False  # lets the kernel after it be launched early; that one must wait before it reads anything
     unseen: int = 0  # keys of a tile; also zeroes dQ of query tiles that see no key, where nobody else writes it
     band: bool = False  # as the main kernel's, for `unseen`
+    fragments: bool = False  # the statistics of a tile lie in the order of `in_fragments`
     workers: int = 0  # where CTAs of the main kernel zero the workspace ahead of use: how many there are, see `ahead`
     spill_allowance: int = 0
 
@@ -41,6 +53,7 @@ class BwdPre:
         assert self.dtype in ("bfloat16", "float16"), self.dtype
         assert self.value_depth % 8 == 0 and 8 <= self.value_depth <= 256, self.value_depth
         assert not (self.workers and self.copies), "whoever zeroes ahead knows of one copy"
+        assert not self.fragments or self.rows % FRAGMENT == 0, self.rows
         assert not self.workers or (self.unseen and self.work_depth), "workers need the tile of keys"
         assert self.rows % 8 == 0 and self.rows * self.work_depth % 4 == 0, (self.rows, self.work_depth)
 
@@ -69,7 +82,7 @@ class BwdPre:
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
-        """stats holds, a tile: `rows` times LSE in base 2, then `rows` times delta."""
+        """stats holds, a tile: `rows` times LSE in base 2, then `rows` times delta; by row, or see `in_fragments`."""
         tile = ("B", "N", "M")
         stats = Buffer("stats", "float32", (*tile, 2 * self.rows), "scratch")
         each = (*tile, *("C",) * self.copies)

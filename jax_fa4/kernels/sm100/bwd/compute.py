@@ -1,26 +1,30 @@
 """The compute warpgroups: P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta); finally dK and dV leave.
 
-A thread has one key, which is its lane of tensor memory, and 64 of the 128 queries: group 0 the first, group 1 the
-rest. Statistics are of queries, so all threads of a warp read the same ones.
+Group 0 has the first 64 queries, group 1 the rest; a warp 32 of the keys, which are its lanes of tensor memory. A
+thread has four of these keys and 16 queries, as in a fragment of a matrix product: then it wants statistics, which are
+of queries, for 16 of them. With a key and 64 queries a thread, their reads took 256 clocks of shared memory for a tile
+of 128 x 128; so they take 64 (counted in the emulator, 2026-11-30).
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from jax_fa4.kernels.common.copies import put, views
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.passes.plan import FRAGMENT
 from jax_fa4.kernels.sm100 import tmem
-from jax_fa4.kernels.sm100.bwd.mask import WORD, covered, hide, limits
+from jax_fa4.kernels.sm100.bwd.mask import ROWS, WORD, covered, hide_fragment
 from jax_fa4.kernels.sm100.bwd.plan import GROUP
-from jax_fa4.kernels.sm100.bwd.segments import hide_others, key_id, query_ids
+from jax_fa4.kernels.sm100.bwd.segments import LANES, hide_others_fragment, key_id, query_ids
 from jax_fa4.kernels.sm100.bwd.turns import after
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 LOG2_E = 1.4426950408889634
 MEET = 1  # named barrier of the compute warps
 CHUNK = 8  # 16-bit numbers of one 16-byte store
+SWIZZLED = 128  # bytes of a row of dS, whose 16-byte chunks are swizzled
 
 
 @cute.jit
@@ -55,10 +59,29 @@ def cap(ctx, line):
 
 
 @cute.jit
-def exponentials(part, lse, scale, to):
-    """P of a part of a row of scores."""
+def fragment_statistics(ctx, at, which: cutlass.Constexpr, first):
+    """The thread's of WORD statistics from `first` on, which lie in the order of `passes/plan.in_fragments`."""
+    n = ctx.plan.tile
+    found = cute.make_rmem_tensor(WORD // ROWS, Float32)
+    lane = ctx.thread % LANES % 4
+    for b in cutlass.range_constexpr(0, WORD, FRAGMENT):
+        source = (ctx.held + (at.index * (2 * n) + which * n + first + b + 4 * lane)).align(16)
+        part = cute.make_tensor(found.iterator + b // ROWS, cute.make_layout(4))
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), part)
+    return found
+
+
+def of(j, rows):
+    """Which statistic number j of a line has: the one of its column, or in a fragment its two rows' of its column."""
+    return j if rows == 1 else j // 4 * 2 % (WORD // ROWS) + j % 2
+
+
+@cute.jit
+def exponentials(part, lse, scale, to, rows: cutlass.Constexpr = 1):
+    """P of a part of a row of scores, or of a fragment of `rows` rows."""
     for j in cutlass.range_constexpr(0, cute.size(part), 2):
-        pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[j], -lse[j + 1]))
+        s = of(j, rows)
+        pair = cute.arch.fma_packed_f32x2((part[j], part[j + 1]), (scale, scale), (-lse[s], -lse[s + 1]))
         for i in cutlass.range_constexpr(2):
             to[j + i] = cute.math.exp2(pair[i], fastmath=True)
 
@@ -72,39 +95,66 @@ def capped(part, weights):
 
 
 @cute.jit
-def differences(part, slope, delta):
-    """dS in place of P."""
+def differences(part, slope, delta, rows: cutlass.Constexpr = 1):
+    """dS in place of P, likewise."""
     for j in cutlass.range_constexpr(0, cute.size(part), 2):
-        pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[j], delta[j + 1]))
+        s = of(j, rows)
+        pair = cute.arch.sub_packed_f32x2((slope[j], slope[j + 1]), (delta[s], delta[s + 1]))
         part[j], part[j + 1] = cute.arch.mul_packed_f32x2((part[j], part[j + 1]), pair)
+
+
+def first_key(thread):
+    """Of the four keys of a thread in a fragment, which are eight lanes apart."""
+    return thread // LANES * LANES + thread % LANES // 4
+
+
+def named(base, thread):
+    """Where the 16 bytes begin that a thread names to `put_fragment`: of the first 16 keys of its warp and the first 16
+    queries. base: of the rows of 128 bytes, swizzled, a key's each, that lie from a multiple of 1024 on."""
+    row, chunk = thread // LANES * LANES + thread % 16, thread % LANES // 16
+    return base + row * SWIZZLED + ((chunk ^ (row % 8)) << 4)
+
+
+@cute.jit
+def put_fragment(words, place, column: cutlass.Constexpr):
+    """Stores a warp's WORD columns of 32 rows from `column` on, four 8 x 8 matrices at a time: 16 rows, 16 columns."""
+    bits = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Uint32), cute.make_layout(cute.size(words)))
+    for j in cutlass.range_constexpr(0, cute.size(words), 4):
+        half, rest = j // (WORD // 4), j % (WORD // 4) // 4
+        to = (place ^ ((column + 16 * rest) * 2)) + half * (16 * SWIZZLED)
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[to, bits[j], bits[j + 1], bits[j + 2], bits[j + 3]],
+        )
 
 
 @cute.jit
 def _weigh(ctx, m, group, thread, stats_at, ids):
-    """P^T of the thread, in float32 registers; 16-bit copies go over its own scores in tensor memory.
+    """P^T of the thread, in float32 registers; 16-bit copies go over its warp's scores in tensor memory.
 
-    ids: (the key's segment, its queries' by lane), or None. With a soft cap what `capped` makes is given back.
+    ids: (its keys' segments, its queries' by lane), or None. With a soft cap what `capped` makes is given back.
     """
     plan = ctx.plan
     half = plan.tile // 2
-    line = tmem.read(ctx.tmem + (plan.at("s") + half * group), half, thread)
+    line = cute.make_rmem_tensor(half, Float32)
+    for c in cutlass.range_constexpr(0, half, WORD):
+        found = tmem.read_fragment(ctx.tmem + (plan.at("s") + half * group + c), WORD, thread)
+        piece(line, c, WORD).store(found.load())
     tmem.loaded()
     scale = ctx.scale * LOG2_E
     if const_expr(plan.soft_cap):
         cap(ctx, line)
         scale = ctx.cap[1] * LOG2_E
     if not covered(ctx, m):
-        bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + half * group)
-        for c in cutlass.range_constexpr(0, half, WORD):
-            hide(plan, piece(line, c, WORD), c, bounds)
+        hide_fragment(ctx, line, (ctx.tile * plan.tile + first_key(thread), m * plan.tile + half * group))
     if const_expr(plan.segments):
-        hide_others(line, *ids)
+        hide_others_fragment(line, *ids)
     for c in cutlass.range_constexpr(0, half, WORD):
-        part, lse = piece(line, c, WORD), statistics(ctx, stats_at, 0, half * group + c)
+        part, lse = piece(line, c, WORD), fragment_statistics(ctx, stats_at, 0, half * group + c)
         weights = cute.make_rmem_tensor(WORD, Float32) if const_expr(plan.soft_cap) else part
-        exponentials(part, lse, scale, weights)
+        exponentials(part, lse, scale, weights, ROWS)
         _, words = rounded(plan, weights)
-        tmem.write(ctx.tmem + (plan.at("p0") + half * group + c // 2), words, thread)
+        tmem.write_fragment(ctx.tmem + (plan.at("p0") + half * group + c // 2), words, thread)
         if const_expr(plan.soft_cap):
             capped(part, weights)
     tmem.stored()
@@ -115,21 +165,19 @@ def _weigh(ctx, m, group, thread, stats_at, ids):
 
 @cute.jit
 def _differ(ctx, line, group, thread, stats_at):
-    """dS^T of the thread: over its own dP^T in tensor memory, and as a row of dS^T in shared memory."""
+    """dS^T of the thread: over its warp's dP^T in tensor memory, and in shared memory, where a row is a key's."""
     plan = ctx.plan
     half = plan.tile // 2
-    chunks = cute.flat_divide(ctx.ds, (1, CHUNK))
+    place = named(ctx.ds.iterator.toint() + group * (plan.tile * SWIZZLED), thread)
     for c in cutlass.range_constexpr(0, half, WORD):
-        slope = tmem.read(ctx.tmem + (plan.at("dp") + half * group + c), WORD, thread)
-        delta = statistics(ctx, stats_at, 1, half * group + c)
+        slope = tmem.read_fragment(ctx.tmem + (plan.at("dp") + half * group + c), WORD, thread)
+        delta = fragment_statistics(ctx, stats_at, 1, half * group + c)
         tmem.loaded()
         part = piece(line, c, WORD)
-        differences(part, slope, delta)
-        small, words = rounded(plan, part)
-        tmem.write(ctx.tmem + (plan.at("ds0") + half * group + c // 2), words, thread)
-        for j in cutlass.range_constexpr(0, WORD, CHUNK):
-            source = cute.make_tensor(small.iterator + j, cute.make_layout((1, CHUNK)))
-            cute.autovec_copy(source, chunks[None, None, thread, (half * group + c + j) // CHUNK])
+        differences(part, slope, delta, ROWS)
+        _, words = rounded(plan, part)
+        tmem.write_fragment(ctx.tmem + (plan.at("ds0") + half * group + c // 2), words, thread)
+        put_fragment(words, place, c)
     tmem.stored()
     before_arrive()
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -164,7 +212,9 @@ def compute(ctx):
     group, thread = (ctx.warp - plan.COMPUTE) // 4, ctx.thread % GROUP
     total = ctx.group * (ctx.last - ctx.first)
     stats_at, m = start(0), cutlass.Int32(ctx.course.begin)
-    own = key_id(ctx, ctx.tile * plan.tile + thread) if const_expr(plan.segments) else None
+    own = None
+    if const_expr(plan.segments):
+        own = [key_id(ctx, ctx.tile * plan.tile + first_key(thread) + 8 * j) for j in range(ROWS)]
     for n in cutlass.range(total, unroll=1):
         ids = None
         if const_expr(plan.segments):  # they come while S does

@@ -1,4 +1,5 @@
-"""Who sees whom: an example's band, and -inf for the hidden scores of one thread: one row, consecutive columns."""
+"""Who sees whom: an example's band, and -inf for the hidden scores of one thread: one row, consecutive columns, or four
+rows of a fragment."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +10,7 @@ from jax_fa4.kernels.common.tiles import all_keys_visible
 from jax_fa4.mask import Band, keys_seen, queries_seeing
 
 WORD = 32  # columns whose visibility one register holds
+ROWS = 4  # keys of a thread in a fragment, eight lanes apart
 FAR = 1 << 30
 
 
@@ -68,11 +70,31 @@ def key_limits(ctx, query, key):
 
 
 @cute.jit
-def hide(plan: cutlass.Constexpr, line, column: cutlass.Constexpr, bounds):
-    """-inf outside the bounds; `line` holds scores from `column` on, WORD at most."""
+def _keep(plan: cutlass.Constexpr, column: cutlass.Constexpr, bounds):
+    """Bits of the WORD columns from `column` on that lie inside the bounds."""
     begin, end = bounds
     keep = ~_from(end - column)
     if const_expr(plan.band):
         keep = keep & _from(begin - column)
+    return keep
+
+
+@cute.jit
+def hide_fragment(ctx, line, top):
+    """-inf for the hidden scores of a thread's fragment. top: (its first key, the first query of its warp)."""
+    plan, lane = ctx.plan, ctx.thread % 4
+    for j in cutlass.range_constexpr(ROWS):
+        bounds = limits(ctx, top[0] + 8 * j, top[1])
+        for c in cutlass.range_constexpr(0, cute.size(line), WORD):
+            keep = _keep(plan, c, bounds) >> Uint32(2 * lane)
+            for n in cutlass.range_constexpr(WORD // ROWS):
+                at = c + WORD // 2 * (j // 2) + n // 2 * 4 + 2 * (j % 2) + n % 2
+                line[at] = line[at] if (keep & (1 << (n // 2 * 8 + n % 2))) != 0 else -Float32.inf
+
+
+@cute.jit
+def hide(plan: cutlass.Constexpr, line, column: cutlass.Constexpr, bounds):
+    """-inf outside the bounds; `line` holds scores from `column` on, WORD at most."""
+    keep = _keep(plan, column, bounds)
     for j in cutlass.range_constexpr(cute.size(line)):
         line[j] = line[j] if (keep & (1 << j)) != 0 else -Float32.inf

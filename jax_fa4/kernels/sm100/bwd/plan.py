@@ -22,6 +22,7 @@ PIECE = 64  # 16-bit columns of a 128-byte swizzled row
 NATIVE_DEPTHS = (64, 128, 192)
 DEEPEST = 256  # of bwd/wide, for what is deeper than here
 SLICE = 32  # columns of dQ that leave at a time
+SHALLOW_REGISTERS = (120, 152, 88)  # where dQ has 64 columns; with more for reduce 4 to 60 bytes spill in compute
 CAPPED_REGISTERS = (80, 184, 64)
 SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
 # Heads (of all examples) whose key tiles are taken across: key tiles of one head that run at once wait for each other's
@@ -50,7 +51,7 @@ class Plan(Backward):
     at_once: bool = True  # a whole row of dQ is read at once, which frees tensor memory early; else slice by slice
     slices: int = 2  # places for slices of dQ on their way out
     query_stages: int = 2
-    registers: tuple[int, int, int] = (152, 136, 88)  # a thread of reduce, of compute, of the other warps
+    registers: tuple[int, int, int] = (160, 136, 80)  # a thread of reduce, of compute, of the other warps
     dependent: bool = True  # kernels of a call start while those before them end, and wait before they read
     arch: str = "sm_100a"
     direction: str = "bwd"
@@ -196,8 +197,8 @@ class Plan(Backward):
     @property
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
-        turns = dict.fromkeys(("turns", "tickets", "copies"), self.ordered)
-        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, **turns, releases=self.dependent)
+        made = dict.fromkeys(("turns", "tickets", "copies"), self.ordered) | {"releases": self.dependent}
+        return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, **made, fragments=True)
 
     @property
     def copies(self) -> int:
@@ -240,7 +241,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         (e["M"] * (plan.tile // POST_ROWS) * e["N"] * e["B"], 1, 1),
         POST_THREADS,
         dependent=plan.dependent,
-        pointers=("work", "dq", "floats"),
+        pointers=("work", *("turns",) * plan.ordered, "dq", "floats"),
         extents=("T", "N", "M", *ordered),
     )
     return bind_pre(plan.pre, e), main, post
@@ -259,11 +260,13 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     for name, wanted in (("bias", spec.bias), ("mask", spec.mask)):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"registers": SHALLOW_REGISTERS} if problem.d <= NATIVE_DEPTHS[0] else {}
     if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
         more = {"at_once": False, "registers": CAPPED_REGISTERS}
     if max(problem.d, problem.v) > 128:  # no room for a second Q, nor registers for 192 columns of dQ
-        more = {"registers": SERIAL_REGISTERS} | more | {"query_stages": 1, "at_once": False}
+        more |= {"query_stages": 1, "at_once": False}
+        if not spec.soft_cap:
+            more["registers"] = SERIAL_REGISTERS
     return Plan(
         problem.dtype,
         problem.d,

@@ -13,9 +13,36 @@ from jax_fa4.kernels.sm100.bwd.plan import POST_ROWS, POST_THREADS
 ACROSS = 4  # lanes that share a query, 8 columns each at a time
 
 
+@cute.jit
+def collected(plan: cutlass.Constexpr, place, which, size: cutlass.Constexpr, form: cutlass.Constexpr, turns):
+    """Eight sums for each of `which`: (where from `place` on, in the first copy; whether it is wanted).
+
+    size: numbers of a copy; form: where the eight lie. turns: (those of the tile, copies) in an ordered plan. Nothing
+    was stored where nobody took a turn.
+    """
+    found = [cute.make_rmem_tensor((4, 2), Float32) for _ in range(len(which))]
+    if const_expr(plan.ordered):
+        for n in cutlass.range_constexpr(len(which)):
+            found[n].fill(0.0)
+        for c in cutlass.range(turns[1], unroll=1):
+            if turns[0][c] > 0:
+                for n in cutlass.range_constexpr(len(which)):
+                    if which[n][1]:
+                        more = cute.make_rmem_tensor((4, 2), Float32)
+                        cute.autovec_copy(cute.make_tensor((place + which[n][0]).align(16), form), more)
+                        found[n].store(found[n].load() + more.load())
+            place = place + size
+    else:
+        for n in cutlass.range_constexpr(len(which)):
+            if which[n][1]:
+                cute.autovec_copy(cute.make_tensor((place + which[n][0]).align(16), form), found[n])
+    return found
+
+
 @cute.kernel
 def bwd_post(
     work: cute.Pointer,
+    turns,
     dq: cute.Pointer,
     floats: cute.Pointer,
     queries: Int32,
@@ -33,36 +60,33 @@ def bwd_post(
     tile, piece = item // pieces, item % pieces
     row, lane = POST_ROWS * piece + thread // 32 * 8 + thread % 8, thread % 32 // 8
     depth, i = plan.depth, tile * plan.tile + row
-    place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * depth)
+    line = (batch.to(Int64) * heads + head) * tiles + tile
+    place, taken = line * (plan.tile * depth), None
     if const_expr(plan.ordered):
-        place = place * copies
+        place, taken = place * copies, (turns + line * copies, copies)
     to = dq + ((batch.to(Int64) * queries + i) * heads + head) * depth
     scale = floats[VALUES.scale]
-    found = cute.make_rmem_tensor((4, 2), Float32)
     half = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
     blocks = depth // 8
+    which = []
     for n in cutlass.range_constexpr(-(-blocks // ACROSS)):
         block = ACROSS * n + lane
         wanted = i < queries
         if const_expr(ACROSS * (n + 1) > blocks):
             wanted = wanted & (block < blocks)
-        if wanted:
-            source = (work + (place + (block * (2 * plan.tile) + row) * 4)).align(16)
-            form = cute.make_layout((4, 2), stride=(1, 4 * plan.tile))
-            cute.autovec_copy(cute.make_tensor(source, form), found)
-            if const_expr(plan.ordered):
-                for c in cutlass.range(1, copies, unroll=1):
-                    other = cute.make_rmem_tensor((4, 2), Float32)
-                    cute.autovec_copy(cute.make_tensor((source + c * (plan.tile * depth)).align(16), form), other)
-                    found.store(found.load() + other.load())
-            half.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
-            cute.autovec_copy(half, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))
+        which.append((ACROSS * n * (2 * plan.tile) * 4, wanted))
+    form = cute.make_layout((4, 2), stride=(1, 4 * plan.tile))
+    found = collected(plan, work + (place + (lane * (2 * plan.tile) + row) * 4), which, plan.tile * depth, form, taken)
+    for n in cutlass.range_constexpr(len(which)):
+        if which[n][1]:
+            half.store((found[n].load() * scale).to(DTYPES[plan.dtype]).reshape(8))
+            cute.autovec_copy(half, cute.make_tensor((to + 8 * (ACROSS * n + lane)).align(16), cute.make_layout(8)))
 
 
 def start(stream, plan, data, kernel, e):
     """Starts the kernel. data: pointers by buffer name; e: extents by symbol."""
     assert kernel.block == POST_THREADS == POST_ROWS * ACROSS
-    pointers = [data[name] for name in kernel.pointers]
+    pointers = [data["work"], data.get("turns"), data["dq"], data["floats"]]
     sizes = [e[symbol] for symbol in kernel.extents] + [None] * (not plan.ordered)
     labelled(bwd_post, plan)(*pointers, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent

@@ -46,3 +46,22 @@ def hide_others(line, own, found):
                 other = cute.arch.shuffle_sync(found[n], lane)
                 c = LANES * n + lane
                 line[c] = line[c] if own == other else -Float32.inf
+
+
+@cute.jit
+def hide_others_fragment(line, own, found):
+    """Likewise of a fragment, see mask.hide_fragment; own: of the thread's four keys."""
+    low, high = own[0], own[0]
+    for j in cutlass.range_constexpr(1, len(own)):
+        low, high = cutlass.min(low, own[j]), cutlass.max(high, own[j])
+    for n in cutlass.range_constexpr(cute.size(found)):
+        low, high = cutlass.min(low, found[n]), cutlass.max(high, found[n])
+    low, high = cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
+    if low != high:
+        lane = cute.arch.lane_idx() % 4 * 2
+        for n in cutlass.range_constexpr(cute.size(found)):
+            for i in cutlass.range_constexpr(LANES // len(own)):
+                other = cute.arch.shuffle_sync(found[n], lane + (i // 2 * 8 + i % 2))
+                for j in cutlass.range_constexpr(len(own)):
+                    at = LANES * n + LANES // 2 * (j // 2) + i // 2 * 4 + 2 * (j % 2) + i % 2
+                    line[at] = line[at] if own[j] == other else -Float32.inf

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from jax_fa4.kernels.common.copies import add_bulk
+from jax_fa4.kernels.common.copies import add_bulk, put_bulk
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm100.bwd.order import turn, visit
 
@@ -40,6 +40,18 @@ def give_turn(flag, others: cutlass.Constexpr):
 
 
 @cute.jit
+def add(to, source, nbytes: cutlass.Constexpr, rank):
+    """One of a step's bulk additions. Who is first in turn stores: so nobody has to zero the workspace before, and what
+    nobody has visited the postprocess leaves out. rank: None without turns."""
+    if const_expr(rank is None):
+        add_bulk(to, source, nbytes)
+    elif rank == 0:
+        put_bulk(to, source, nbytes)
+    else:
+        add_bulk(to, source, nbytes)
+
+
+@cute.jit
 def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr):
     """A step's first addition, when `wanted` CTAs have added to its place.
 
@@ -56,7 +68,7 @@ def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr):
     while now < wanted:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
-    add_bulk(to, source, nbytes)
+    add(to, source, nbytes, wanted)
     if const_expr(before is not None):
         if at_once:
             give_turn(before, 1)

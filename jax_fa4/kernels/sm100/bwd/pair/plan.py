@@ -282,7 +282,7 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
         (e["M"] * (plan.tile // POST_ROWS) * e["N"] * e["B"], 1, 1),
         POST_THREADS,
         dependent=plan.dependent,
-        pointers=("work", "dq", "floats"),
+        pointers=("work", *("turns",) * plan.ordered, "dq", "floats"),
         extents=("T", "N", "M", *ordered),
     )
     return bind_pre(plan.pre, e), main, post

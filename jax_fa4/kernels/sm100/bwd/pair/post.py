@@ -2,13 +2,14 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.tiles import work_item
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP, POST_ROWS, POST_THREADS
+from jax_fa4.kernels.sm100.bwd.post import collected
 
 ACROSS = 4  # lanes that share a query, 8 columns each at a time
 
@@ -16,6 +17,7 @@ ACROSS = 4  # lanes that share a query, 8 columns each at a time
 @cute.kernel
 def bwd_post(
     work: cute.Pointer,
+    turns,
     dq: cute.Pointer,
     floats: cute.Pointer,
     queries: Int32,
@@ -39,33 +41,29 @@ def bwd_post(
     i = tile * plan.tile + POST_ROWS * piece + row
     half, unit = plan.half, plan.unit
     owner, inside = row // unit % 2, POST_ROWS // 2 * piece + row // (2 * unit) * unit + row % unit
-    place = ((batch.to(Int64) * heads + head) * tiles + tile) * (plan.tile * plan.inner)
+    line = (batch.to(Int64) * heads + head) * tiles + tile
+    place, taken = line * (plan.tile * plan.inner), None
     if const_expr(plan.ordered):
-        place = place * copies
-    place = place + owner * (GROUP * half) + inside * 4
+        place, taken = place * copies, (turns + line * copies, copies)
+    place = place + owner * (GROUP * half) + inside * 4 + across * (2 * 4 * GROUP)
     to = dq + ((batch.to(Int64) * queries + i) * heads + head) * plan.depth
     scale = floats[VALUES.scale]
-    found = cute.make_rmem_tensor((4, 2), Float32)
     small = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
     blocks = plan.depth // 8
+    which = []
     for n in cutlass.range_constexpr(-(-blocks // ACROSS)):
         block = ACROSS * n + across
         wanted = i < queries
         if const_expr(ACROSS * (n + 1) > blocks):
             wanted = wanted & (block < blocks)
-        if wanted:
-            right = (8 * ACROSS * n) // half  # whether these columns are the upper lanes'
-            within = block - right * (half // 8)
-            source = (work + (place + right * (POST_ROWS * 4) + within * (2 * 4 * GROUP))).align(16)
-            form = cute.make_layout((4, 2), stride=(1, 4 * GROUP))
-            cute.autovec_copy(cute.make_tensor(source, form), found)
-            if const_expr(plan.ordered):
-                for c in cutlass.range(1, copies, unroll=1):
-                    other = cute.make_rmem_tensor((4, 2), Float32)
-                    cute.autovec_copy(cute.make_tensor((source + c * (plan.tile * plan.inner)).align(16), form), other)
-                    found.store(found.load() + other.load())
-            small.store((found.load() * scale).to(DTYPES[plan.dtype]).reshape(8))
-            cute.autovec_copy(small, cute.make_tensor((to + 8 * block).align(16), cute.make_layout(8)))
+        right = (8 * ACROSS * n) // half  # whether these columns are the upper lanes'
+        which.append((right * (POST_ROWS * 4) + (ACROSS * n - right * (half // 8)) * (2 * 4 * GROUP), wanted))
+    form = cute.make_layout((4, 2), stride=(1, 4 * GROUP))
+    found = collected(plan, work + place, which, plan.tile * plan.inner, form, taken)
+    for n in cutlass.range_constexpr(len(which)):
+        if which[n][1]:
+            small.store((found[n].load() * scale).to(DTYPES[plan.dtype]).reshape(8))
+            cute.autovec_copy(small, cute.make_tensor((to + 8 * (ACROSS * n + across)).align(16), cute.make_layout(8)))
 
 
 def start(stream, plan, data, kernel, e):
@@ -75,7 +73,7 @@ def start(stream, plan, data, kernel, e):
         and plan.tile == 2 * POST_ROWS
         and POST_ROWS % (2 * plan.unit) == 0
     )
-    pointers = [data[name] for name in kernel.pointers]
+    pointers = [data["work"], data.get("turns"), data["dq"], data["floats"]]
     sizes = [e[symbol] for symbol in kernel.extents] + [None] * (not plan.ordered)
     labelled(bwd_post, plan)(*pointers, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=kernel.dependent

@@ -9,10 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.pair.plan import GROUP
-from jax_fa4.kernels.sm100.bwd.turns import add_in_turn, give_turn, later, place, visited
+from jax_fa4.kernels.sm100.bwd.turns import add, add_in_turn, give_turn, later, place, visited
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 MEET = 2  # named barrier of the reduce warps
@@ -49,7 +48,7 @@ def _send(ctx, slot, rank, before):
                 else:
                     add_in_turn((flag, None), wanted, to_slice, room, nbytes)
             else:
-                add_bulk(to_slice, room, nbytes)
+                add(to_slice, room, nbytes, rank)
 
 
 @cute.jit
