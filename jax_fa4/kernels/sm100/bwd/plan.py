@@ -22,7 +22,7 @@ PIECE = 64  # 16-bit columns of a 128-byte swizzled row
 NATIVE_DEPTHS = (64, 128, 192)
 DEEPEST = 256  # of bwd/wide, for what is deeper than here
 SLICE = 32  # columns of dQ that leave at a time
-SHALLOW_REGISTERS = (120, 152, 88)  # where dQ has 64 columns; with more for reduce 4 to 60 bytes spill in compute
+SHALLOW_REGISTERS = (104, 160, 88)  # where dQ has 64 columns; with fewer for compute 4 to 108 bytes spill
 CAPPED_REGISTERS = (80, 184, 64)
 SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
 # Heads (of all examples) whose key tiles are taken across: key tiles of one head that run at once wait for each other's
