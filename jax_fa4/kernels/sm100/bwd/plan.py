@@ -22,7 +22,8 @@ PIECE = 64  # 16-bit columns of a 128-byte swizzled row
 NATIVE_DEPTHS = (64, 128, 192)
 DEEPEST = 256  # of bwd/wide, for what is deeper than here
 SLICE = 32  # columns of dQ that leave at a time
-SHALLOW_REGISTERS = (104, 160, 88)  # where dQ has 64 columns; with fewer for compute 4 to 108 bytes spill
+# Where dQ has 64 columns, and with segments; found by trying, as spills do not fall steadily with registers.
+SHALLOW_REGISTERS = {False: (120, 152, 88), True: (104, 160, 88)}
 CAPPED_REGISTERS = (80, 184, 64)
 SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
 # Heads (of all examples) whose key tiles are taken across: key tiles of one head that run at once wait for each other's
@@ -260,7 +261,7 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
     for name, wanted in (("bias", spec.bias), ("mask", spec.mask)):
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
-    more: dict[str, Any] = {"registers": SHALLOW_REGISTERS} if problem.d <= NATIVE_DEPTHS[0] else {}
+    more: dict[str, Any] = {"registers": SHALLOW_REGISTERS[spec.segments]} if problem.d <= NATIVE_DEPTHS[0] else {}
     if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
         more = {"at_once": False, "registers": CAPPED_REGISTERS}
     if max(problem.d, problem.v) > 128:  # no room for a second Q, nor registers for 192 columns of dQ
