@@ -48,6 +48,18 @@ def normal(ptx: str) -> str:
     return _by_difference(re.sub(r"selp\.b32\s+(%r\d+), ([^;]+), (%p\d+);", select, ptx))
 
 
+def one_by_one(ptx: str) -> str:
+    """Selections of floats by "a or b" as one by a, then one by b: the prover has no words for the disjunction."""
+
+    def each(match: re.Match) -> str:
+        either, a, b = match[1], match[2], match[3]
+        chosen = rf"selp\.f32(\s+)(%r\d+), ([^,]+), ([^,;]+), {either};"
+        return match[4] + re.sub(chosen, rf"selp.f32\1\2, \3, \4, {a}; selp.f32 \2, \3, \2, {b};", match[5])
+
+    either = r"or\.pred\s+(%p\d+), (%p\d+), (%p\d+);(\s*)((?:selp\.f32\s+%r\d+, [^,]+, [^,;]+, \1;\s*)+)"
+    return re.sub(either, each, ptx)
+
+
 def _by_difference(ptx: str) -> str:
     """Comparisons of floats with 0 that only selections use: by "not equal", with the selections' arms exchanged."""
     for test in re.findall(r"setp\.eq\.f32\s+(%p\d+), %r\d+, 0f00000000;", ptx):

@@ -1,4 +1,4 @@
-"""Equality of the Blackwell forward with attention, and its variants' safety: `python tests/verifier/measure.py NAME`.
+"""Equality of the Blackwell kernels with attention, and variants' safety: `python tests/verifier/measure.py NAME`.
 
 Without names all cases run (hours on two cores); with names those do, and the file's other entries stay. Kinds of plans
 are matrix.py's.
@@ -34,9 +34,10 @@ def entry(case, verdict) -> dict:
 
 
 def main() -> None:
-    from verifier import cases, run
+    from verifier import cases, gradients, run
 
-    every = {**cases.QUICK, **cases.LONG, **cases.EQUAL, **cases.OPEN}
+    backward = {**gradients.EQUAL, **gradients.OPEN}
+    every = {**cases.QUICK, **cases.LONG, **cases.EQUAL, **cases.OPEN, **backward}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(every)}")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds a case")
@@ -47,7 +48,7 @@ def main() -> None:
     found = json.loads(OUT.read_text()) if OUT.exists() else {}
     for name in args.names or every:
         case = every[name]
-        verdict = cases.judge(case, timeout=args.timeout)
+        verdict = (gradients if name in backward else cases).judge(case, timeout=args.timeout)
         found[name] = entry(case, verdict)
         OUT.write_text(json.dumps(found, indent=1, default=str) + "\n")
         print(f"{name}: {verdict}", flush=True)

@@ -55,3 +55,10 @@ def told_tiles(ptx: str, *met: tuple[int, int]) -> str:
         told = place.expand(rf"\1mov.b32 \2, {first};\3mov.b32 \4, {last};")
         ptx = ptx[: place.start()] + told + ptx[place.end() :]
     return ptx
+
+
+def without_additions(ptx: str) -> str:
+    """Of a backward: dQ is not added to the workspace. The prover has no value for what a bulk addition leaves there."""
+    ptx, gone = re.subn(r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32[^;]+;", "", ptx)
+    assert gone, "no bulk addition is in the text"
+    return ptx

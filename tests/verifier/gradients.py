@@ -1,0 +1,72 @@
+"""The Blackwell backward's equality cases, kernel by kernel: what each must compute from what the one before left.
+
+The plans are those of calls, and so is the PTX, but for the additions of dQ: see `told.without_additions`. The scale is
+an operand of the proof, any number; no constant is told.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch import Launch, launches
+
+from jax_fa4.kernels.sm100.bwd.plan import Plan
+from jax_fa4.mask import UNBOUNDED
+from verifier import run
+from verifier.cases import built
+from verifier.describe import one_by_one
+from verifier.told import without_additions
+
+HERE = Path(__file__).parent
+OPERANDS = ("q", "k", "v", "dout", "stats", "ints", "floats")
+MAIN = run.Reference(HERE / "reference_gradients.py", OPERANDS, ("dk", "dv"))
+FIRST = ("out", "dout", "lse", "dlse", "ints")
+PRE = run.Reference(HERE / "reference_statistics.py", FIRST, ("stats", "work"))
+POST = run.Reference(HERE / "reference_dq.py", ("work", "floats"), ("dq",))
+REFERENCES = {"bwd_pre": PRE, "backward": MAIN, "bwd_post": POST}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel of a call. 128 queries and keys, no mask, unless told otherwise."""
+
+    plan: Any
+    kernel: str = "backward"
+    shapes: dict[str, int] = field(default_factory=dict)
+    equal: bool = True
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"B": 1, "T": 128, "S": 128, "N": 1, "K": 1, **self.shapes}
+
+    @property
+    def values(self) -> dict[str, list]:
+        return {"ints": [UNBOUNDED] * (2 + 3 * self.sizes["B"])}
+
+
+def backward(d: int = 64, dtype: str = "bfloat16", **kinds: Any) -> Plan:
+    return Plan(dtype, d, d, **kinds)
+
+
+EQUAL = {
+    "gradients, D 64, one step": Case(backward()),
+    "gradients, D 64, statistics": Case(backward(), "bwd_pre"),
+    "gradients, D 64, dQ of the workspace": Case(backward(), "bwd_post"),
+}
+OPEN: dict[str, Case] = {}
+
+
+def launched(case: Case, ptx: str | None = None) -> Launch:
+    ptx = one_by_one(without_additions(built(case.plan) if ptx is None else ptx))
+    bind = importlib.import_module(case.plan.launcher.rsplit(".", 1)[0] + ".plan").bind
+    names = [kernel.name for kernel in bind(case.plan, case.plan.extents(case.sizes))]
+    return launches(case.plan, bind, case.sizes, ptx, case.values)[names.index(case.kernel)]
+
+
+def judge(
+    case: Case, ptx: str | None = None, timeout: int = 900, reference: run.Reference | None = None
+) -> run.Verdict:
+    return run.judge(launched(case, ptx), None, reference or REFERENCES[case.kernel], timeout)
