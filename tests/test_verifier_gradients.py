@@ -1,4 +1,4 @@
-"""The Blackwell backward's kernels equal the gradients of attention over the real numbers, and wrong ones are not proved to."""
+"""The Blackwell backward makes the gradients of attention, over the real numbers; wrong kernels are not proved to."""
 
 import re
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 from micro import build
 from verifier import gradients, run
 from verifier.cases import built
+from verifier.describe import one_by_one
 from verifier.mutate import edit
 from verifier.told import without_additions
 
@@ -30,9 +31,59 @@ def test_the_small_kernels_make_statistics_and_dq(name):
     assert verdict.equal, verdict
 
 
+WRONG = {  # race-free, both
+    "delta of two queries left out": edit(r"sub\.rn\.f32x2 (\s*%rd\d+), (%rd\d+), %rd\d+;", r"mov.b64 \1, \2;", 5),
+    "dV of the last queries by those before": edit(r"add\.s64 b, (%rd\d+), 896;", r"add.s64 b, \1, 768;", 0),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_backward_is_not_proved(name):
+    case = gradients.EQUAL[STEP]
+    verdict = gradients.judge(case, WRONG[name](built(case.plan)))
+    assert verdict.result == "equivalence_not_proven", verdict
+
+
+@pytest.mark.prove
+def test_a_wrong_reference_of_gradients_is_not_proved(tmp_path):
+    """Without delta the gradient is that of weights which are not normalised."""
+    wrong = tmp_path / "reference.py"
+    text = gradients.MAIN.path.read_text()
+    wrong.write_text(text.replace(" - delta[None, :]", ""))
+    assert wrong.read_text() != text
+    verdict = gradients.judge(gradients.EQUAL[STEP], reference=replace(gradients.MAIN, path=wrong))
+    assert verdict.result == "equivalence_not_proven", verdict
+
+
+def test_an_addition_that_is_not_there_is_told():
+    with pytest.raises(AssertionError, match="no bulk addition"):
+        without_additions("add.s32 %r1, %r2, %r3;")
+
+
+def test_a_selection_by_either_of_two_is_two_selections():
+    """Of all four cases the same, and other uses of the predicates stay."""
+    text = "or.pred \t%p3, %p1, %p2;\n\tselp.f32 \t%r3, %r1, %r2, %p3;\n\tadd.f32 \t%r4, %r3, %r3;"
+    made = one_by_one(text)
+    assert made.count("\n") == text.count("\n") and made.endswith("add.f32 \t%r4, %r3, %r3;")
+    (first, second) = re.findall(r"selp\.f32\s+%r3, (\S+), (\S+), (\S+);", made)
+    for a, b in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        known = {"%p1": a, "%p2": b, "%r1": "yes", "%r2": "no"}
+        for yes, no, test in (first, second):
+            known["%r3"] = known[yes] if known[test] else known[no]
+        assert known["%r3"] == ("yes" if a or b else "no"), made
+    assert one_by_one(text.replace("selp.f32", "selp.b32")) == text.replace("selp.f32", "selp.b32")
+
+
 SMALL = {
-    "the scale is not multiplied in": (POST, edit(r"mul\.f32x2 (\s*%rd\d+), %rd\d+, (%rd\d+);", r"mov.b64 \1, \2;", -1)),
-    "one column more is dropped from delta": (PRE, edit(r"fma\.rn\.f32\.bf16 (\s*%r\d+), .*, (%r\d+);", r"mov.b32 \1, \2;", 3)),
+    "the scale is not multiplied in": (
+        POST,
+        edit(r"mul\.f32x2 (\s*%rd\d+), %rd\d+, (%rd\d+);", r"mov.b64 \1, \2;", -1),
+    ),
+    "one column more is dropped from delta": (
+        PRE,
+        edit(r"fma\.rn\.f32\.bf16 (\s*%r\d+), .*, (%r\d+);", r"mov.b32 \1, \2;", 3),
+    ),
 }
 
 

@@ -58,7 +58,7 @@ def told_tiles(ptx: str, *met: tuple[int, int]) -> str:
 
 
 def without_additions(ptx: str) -> str:
-    """Of a backward: dQ is not added to the workspace. The prover has no value for what a bulk addition leaves there."""
+    """Of a backward: nothing is added to the workspace of dQ. The prover has no value for a bulk addition."""
     ptx, gone = re.subn(r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32[^;]+;", "", ptx)
     assert gone, "no bulk addition is in the text"
     return ptx
