@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from micro import build
 from verifier import cases, run
-from verifier.describe import ideal_exponentials, never_moved, normal
+from verifier.describe import HIDDEN, by_comparison, ideal_exponentials, never_moved, normal
 from verifier.mutate import edit
 
 pytestmark = pytest.mark.skipif(
@@ -66,6 +66,68 @@ def test_a_selection_by_zero_keeps_its_arms():
     assert normal(text) == exchanged
     for use in ("@%p1 bra $L;", "selp.b32 \t%r5, 1, %p1, %p10;"):  # used otherwise too: as it is
         assert "setp.eq.f32" in normal(f"{text}\n{use}") and "selp.f32 %r3, 0f00000000, %r2, %p1;" in normal(text + use)
+
+
+SHIFTS = """min.u32 %r1, %r2, 32; shl.b32 %r1, -1, %r1;
+not.b32 %r3, %r1;
+min.u32 %r4, %r5, 32; shl.b32 %r4, -1, %r4;
+and.b32 %r6, %r4, %r3;
+"""  # as `normal` writes the kernels' words of visible columns: %r5 is the first, %r2 the end
+
+
+def executed(ptx, values):
+    """What registers hold in the end; of the few instructions that words are made with."""
+    known, two = dict(values), 1 << 32
+
+    def value(x):
+        if x.startswith("%"):
+            return known[x]
+        return float("-inf") if x == HIDDEN else int(x) % two
+
+    def signed(x):
+        return x - two if x >= two // 2 else x
+
+    does = {
+        "min.u32": lambda a, b: min(a, b),
+        "shl.b32": lambda a, b: (a << b) % two,
+        "not.b32": lambda a: ~a % two,
+        "and.b32": lambda a, b: a & b,
+        "setp.eq.b32": lambda a, b: a == b,
+        "setp.ne.b32": lambda a, b: a != b,
+        "setp.gt.s32": lambda a, b: signed(a) > signed(b),
+        "setp.le.s32": lambda a, b: signed(a) <= signed(b),
+        "selp.f32": lambda a, b, p: a if p else b,
+    }
+    for op, to, rest in re.findall(r"(\S+)\s+(\S+), ([^;]+);", ptx):
+        known[to] = does[op](*(value(x.strip()) for x in rest.split(",")))
+    return known
+
+
+@pytest.mark.parametrize("word", ("%r6", "%r3"))
+def test_a_bit_of_a_word_is_a_comparison_of_its_column(word):
+    """All bounds inside, at and past a word, all columns, both ways in which the compiler tests a bit."""
+    text = SHIFTS
+    for j in range(31):
+        test, arms = ("ne", f"%r7, {HIDDEN}") if j % 2 else ("eq", f"{HIDDEN}, %r7")
+        text += f"and.b32 %r8, {word}, {1 << j};\nsetp.{test}.b32 %p1, %r8, 0;\nselp.f32 %r{10 + j}, {arms}, %p1;\n"
+    text += f"setp.gt.s32 %p1, {word}, -1;\nselp.f32 %r41, {HIDDEN}, %r7, %p1;\n"
+    made = by_comparison(text)
+    assert made.count("\n") == text.count("\n") and "and.b32 %r8" not in made and made.count("setp.le.s32") == 32
+    for begin in (0, 1, 2, 15, 30, 31, 32, 33, 200):
+        for end in (0, 1, 2, 16, 30, 31, 32, 33, 200):
+            given = {"%r2": end, "%r5": begin, "%r7": 1.5}
+            before, after = executed(text, given), executed(made, given)
+            for j in range(32):
+                assert before[f"%r{10 + j}"] == after[f"%r{10 + j}"], (begin, end, j)
+                assert (before[f"%r{10 + j}"] == 1.5) == (j < end and (j >= begin or word == "%r3"))
+
+
+def test_only_hidden_scores_become_comparisons():
+    other = SHIFTS + "and.b32 %r8, %r6, 4;\nsetp.eq.b32 %p1, %r8, 0;\nselp.f32 %r9, 0f00000000, %r7, %p1;\n"
+    with pytest.raises(ValueError, match="hidden"):
+        by_comparison(other)
+    for same in (other.replace(" 4;", " 5;"), other.replace("%r6, 4", "%r5, 4")):
+        assert by_comparison(same) == same
 
 
 FEW = "equal, one block, few rows"

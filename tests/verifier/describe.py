@@ -9,6 +9,7 @@ from typing import Any
 from launch import ITEM_BYTES, Launch, TensorMap
 
 MINUS_INFINITY = "-8388608"  # its bits, as PTX writes them in a selection
+HIDDEN = "0fFF800000"  # the same as a float
 ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}
 
 
@@ -58,6 +59,57 @@ def one_by_one(ptx: str) -> str:
 
     either = r"or\.pred\s+(%p\d+), (%p\d+), (%p\d+);(\s*)((?:selp\.f32\s+%r\d+, [^,]+, [^,;]+, \1;\s*)+)"
     return re.sub(either, each, ptx)
+
+
+def by_comparison(ptx: str) -> str:
+    """Scores that a bit of a word of visible columns hides, as hidden by comparisons of their column with its bounds.
+
+    The word is ~(-1 << end) & (-1 << begin) or the first half of it, with bounds that are not negative: bit j is set
+    where begin <= j < end. A selection by a bit is beyond the prover ("scalar projection crosses producer element
+    boundaries"). Takes what `normal` gives; lines stay.
+    """
+    bounds = _bounds_of_words(ptx)
+
+    def either(match: re.Match, word: str, column: int, shown: bool) -> str:
+        if word not in bounds:
+            return match[0]
+        to, *arms = re.fullmatch(r"selp\.f32\s+(%r\d+), ([^,]+), ([^,]+), %p\d+;", match["chosen"]).groups()
+        value, hidden = arms if shown else arms[::-1]
+        if hidden != HIDDEN:
+            raise ValueError(f"{match['chosen']}: the arm of a hidden score is no {HIDDEN}")
+        (begin, end), p = bounds[word], match["p"]
+        made = [match["between"].strip()]
+        if begin:
+            made.append(f"setp.gt.s32 {p}, {begin}, {column}; selp.f32 {to}, {HIDDEN}, {value}, {p};")
+            value = to
+        made.append(f"setp.le.s32 {p}, {end}, {column}; selp.f32 {to}, {HIDDEN}, {value}, {p};")
+        return " ".join(made) + "\n" * match[0].count("\n")
+
+    def by_bit(match: re.Match) -> str:
+        bit = int(match["bit"]) & 0xFFFFFFFF
+        if bit & (bit - 1):
+            return match[0]
+        return either(match, match["word"], bit.bit_length() - 1, match["test"] == "ne")
+
+    chosen = r"(?P<between>(?:\s*mov\.b64\s+[^;]*;)?)\s*(?P<chosen>selp\.f32\s+[^;]*, (?P=p);)"
+    bit = r"and\.b32\s+(?P<t>%r\d+), (?P<word>%r\d+), (?P<bit>-?\d+);\s*"
+    test = r"setp\.(?P<test>eq|ne)\.b32\s+(?P<p>%p\d+), (?P=t), 0;"
+    ptx = re.sub(bit + test + chosen, by_bit, ptx)
+    # the highest one is the sign
+    sign = r"setp\.gt\.s32\s+(?P<p>%p\d+), (?P<word>%r\d+), -1;"
+    return re.sub(sign + chosen, lambda m: either(m, m["word"], 31, False), ptx)
+
+
+def _bounds_of_words(ptx: str) -> dict[str, tuple[str | None, str]]:
+    """Register of a word of visible columns -> the registers (begin or None, end) that it was made from."""
+    from_ = {m[1]: m[2] for m in re.finditer(r"min\.u32 (%r\d+), (%r\d+), 32; shl\.b32 \1, -1, \1;", ptx)}
+    before = {m[1]: from_[m[2]] for m in re.finditer(r"not\.b32\s+(%r\d+), (%r\d+);", ptx) if m[2] in from_}
+    found: dict[str, tuple[str | None, str]] = {word: (None, end) for word, end in before.items()}
+    for word, *both in re.findall(r"and\.b32\s+(%r\d+), (%r\d+), (%r\d+);", ptx):
+        a, b = both if both[0] in from_ else both[::-1]
+        if a in from_ and b in before:
+            found[word] = (from_[a], before[b])
+    return found
 
 
 def _by_difference(ptx: str) -> str:
