@@ -167,7 +167,13 @@ VARIANTS = [
     {"rows": 128, **IN_STEP, "workers": 3},
     FINISHES | {"section": 1},
     FINISHES | {"clears": True},
+    {"each_lane": True},
 ]
+
+
+def test_apart_frees_queries_by_each_lane():
+    """The form of depth 256 that runs under compute-sanitizer."""
+    passes(OTHERS[2], each_lane=True)
 
 
 def test_apart_adds_directly():

@@ -24,7 +24,7 @@ from jax_fa4.kernels.sm90.bwd.grads import (
     start_values,
 )
 from jax_fa4.kernels.sm90.bwd.pieces import add_piece, hand_over_piece
-from jax_fa4.kernels.sm90.bwd.scores import mask, round_slopes, round_weights, statistics, weigh
+from jax_fa4.kernels.sm90.bwd.scores import free_queries, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
 from jax_fa4.kernels.sm90.bwd.store import MATH_BARRIER, lay_rounded
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, first_row
@@ -130,7 +130,7 @@ def weights_step(ctx, h, m, places, before, begun):
     mask(ctx, h, m)
     if const_expr(late):
         lse = statistics(ctx, h, q_at.index, 0)
-    arrive(ctx.empty["q"], q_at)
+    free_queries(ctx, q_at)
     if const_expr(ctx.plan.soft_cap):  # no branch between P's rounding and its product: C7520 (float16)
         wait(ctx.full["dout"], dout_at)
     weigh(ctx, h, lse)
@@ -185,12 +185,12 @@ def slopes_step(ctx, h, m, places, tile):
         start_piece(ctx, h, piece, buffer)
         if const_expr(piece == 1):
             warpgroup.wait_group(1)
-            arrive(ctx.empty["q"], q_at)
+            free_queries(ctx, q_at)
         warpgroup.wait_group(0)
         dq_at = leave_piece(ctx, h, (SLOPES, piece), dq_at, tile)
     if const_expr(ctx.plan.pieces == 1):
         warpgroup.wait_group(0)
-        arrive(ctx.empty["q"], q_at)
+        free_queries(ctx, q_at)
     return dq_at
 
 

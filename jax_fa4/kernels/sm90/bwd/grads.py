@@ -14,7 +14,7 @@ from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
 from jax_fa4.kernels.sm90.bwd.items import another, told
 from jax_fa4.kernels.sm90.bwd.plan import block_of
-from jax_fa4.kernels.sm90.bwd.scores import differ, mask, round_slopes, round_weights, statistics, weigh
+from jax_fa4.kernels.sm90.bwd.scores import differ, free_queries, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
 from jax_fa4.kernels.sm90.bwd.store import OWN_BARRIERS, TURN_BARRIERS, clear_rows, hand_keys, meet, store_keys
 from jax_fa4.kernels.sm90.rows import LOG2_E, first_row
@@ -251,7 +251,7 @@ def tile_step(ctx, h, m, places, line):
     arrive(ctx.empty["dout"], dout_at)
     leave(ctx, h, turn_at, line + m)
     warpgroup.wait_group(0)  # dK
-    arrive(ctx.empty["q"], q_at)
+    free_queries(ctx, q_at)
 
 
 @cute.jit
@@ -275,7 +275,7 @@ def lagged_step(ctx, h, m, places, line, begun):
     hold(ctx, dout_at)
     warpgroup.wait_group(0)  # dK
     if begun:
-        arrive(ctx.empty["q"], q_before)
+        free_queries(ctx, q_before)
     round_weights(ctx, h)
     round_slopes(h)
     lay_down(ctx, h, h.s, ctx.ds, buffer)
@@ -343,7 +343,7 @@ def turn_step(ctx, h, m, places, begun):
         turn_at = step(turn_at, plan.parts)
     warpgroup.wait_group(0)
     arrive(ctx.empty["dout"], dout_at)
-    arrive(ctx.empty["q"], q_at)
+    free_queries(ctx, q_at)
     return turn_at
 
 

@@ -63,6 +63,7 @@ class Plan:
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
     finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
+    each_lane: bool = False  # every lane frees a stage of Q: compute-sanitizer follows no lane that speaks for its warp
     arch: str = "sm_90a"
     direction: str = "bwd"
     spill_allowance: int = 0
@@ -213,7 +214,7 @@ class Plan:
         return (
             Ring("k", "load", "math", 1, 1, stay, item * self.keys * self.inner),
             Ring("v", "load", "math", 1, 1, stay, item * self.keys * self.inner_value),
-            Ring("q", "load", "math", self.query_stages, 1, warps, query),
+            Ring("q", "load", "math", self.query_stages, 1, warps * (32 if self.each_lane else 1), query),
             Ring("dout", "load", "math", self.dout_stages, 1, warps, item * self.rows * self.inner_value),
         ) + (
             tuple(Ring(name, "math", "reduce", self.parts, part_of, 1, 0) for name in self.part_rings)

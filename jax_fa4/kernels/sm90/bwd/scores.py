@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from jax_fa4.kernels.common.ring import arrive
 from jax_fa4.kernels.common.tiles import all_keys_visible
 from jax_fa4.kernels.sm90.bwd.segments import hide_others
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of
@@ -66,6 +67,18 @@ def statistics(ctx, h, stage, which: cutlass.Constexpr):
     source = (ctx.held + at).align(8)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, plan.rows // 8), stride=(1, 8))), found)
     return found
+
+
+@cute.jit
+def free_queries(ctx, at):
+    """Q's stage is free. Its statistics were read lane by lane, and one lane speaks for its warp: where no barrier
+    stands between (`apart`), the lanes wait for one another first, which an election alone does not promise."""
+    if const_expr(ctx.plan.each_lane):
+        cute.arch.mbarrier_arrive(ctx.empty["q"] + at.index)
+    else:
+        if const_expr(ctx.plan.apart):
+            cute.arch.sync_warp()
+        arrive(ctx.empty["q"], at)
 
 
 @cute.jit
