@@ -33,6 +33,8 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "D256 causal ordered": ((256, 256, 2, 1, 200, 200), {"is_causal": True, "deterministic": True}),
     "decode": ((128, 128, 8, 2, 1, 1000), {}),
 }
+# Not those whose warpgroups meet at one barrier from two places in the code, which synccheck calls divergence.
+SHARED_CODE = [name for name, ((d, v, *_), _) in CASES.items() if d + v <= 256]
 
 
 def followed(select: Any) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_child
+import gpu_sanitized
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,18 +198,54 @@ def test_61_keys_past_2_31_elements(queries: int) -> None:
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer (of the CUDA toolkit) is not on this machine")
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+needs_sanitizer = pytest.mark.skipif(
+    SANITIZER is None, reason="compute-sanitizer (of the CUDA toolkit) is not on this machine"
+)
+CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")
+
+
+@needs_sanitizer
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
     """Each form of kernel, forward and backward, ordered and not, by gpu_sanitized.py, which compares results too.
 
-    Each buffer is an allocation of its own, or memory of the pool behind a tensor would hide a bad address.
+    Each buffer is an allocation of its own, or memory of the pool behind a tensor would hide a bad address. What the
+    tool cannot follow is left out, and shown by the test below.
     """
     assert SANITIZER is not None
     options = ("--error-exitcode", "9", "--kernel-name", "kns=fa4", "--print-limit", "20")
+    cases = gpu_sanitized.SHARED_CODE if tool == "synccheck" else gpu_sanitized.CASES
     done = child(
-        before=(SANITIZER, "--tool", tool, *options), script="gpu_sanitized.py", XLA_PYTHON_CLIENT_ALLOCATOR="platform"
+        *cases,
+        before=(SANITIZER, "--tool", tool, *options),
+        script="gpu_sanitized.py",
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",
     )
     text = done.stdout + done.stderr
-    assert "ERROR SUMMARY: 0 errors" in text or "RACECHECK SUMMARY: 0 hazards" in text, text[-6000:]
+    assert any(clean in text for clean in CLEAN), text[-6000:]
     assert "WHOLE" in done.stdout and done.returncode == 0, text[-6000:]
+
+
+@needs_sanitizer
+@pytest.mark.skipif(NVCC is None, reason="nvcc (of the CUDA toolkit) is not on this machine")
+@pytest.mark.parametrize(
+    "tool, program, clean",
+    [
+        ("synccheck", "two places", False),
+        ("racecheck", "one lane", False),
+        ("racecheck", "each lane", True),
+        ("memcheck", "two places", True),
+        ("memcheck", "one lane", True),
+    ],
+)
+def test_what_the_sanitizer_cannot_follow(tool: str, program: str, clean: bool, tmp_path: Any) -> None:
+    """Thirty lines of CUDA C++, right by PTX's rules, of which it says what it would of our kernels."""
+    assert SANITIZER is not None and NVCC is not None
+    built = tmp_path / "limits"
+    target = ["-gencode", "arch=compute_90a,code=sm_90a"]
+    subprocess.run([NVCC, *target, "-o", built, ROOT / "tests" / "sanitizer_limits.cu"], check=True)
+    done = subprocess.run([SANITIZER, "--tool", tool, built, program], capture_output=True, text=True, timeout=120)
+    text = done.stdout + done.stderr
+    assert any(found in text for found in CLEAN) == clean, text[-3000:]
+    assert not clean or f"{program}: 0 wrong, no error" in text, text[-3000:]
