@@ -1,17 +1,18 @@
 """Runs the micro-kernels of tests/emulator/cases.py on a Hopper card and in the emulator, and compares the bits.
 
 `python tests/gpu_micro.py [part of a name]` on a machine with an H100 or H200 and its driver; needs numpy, nothing
-else. The PTX
-text goes to the driver as it is. Exit status 1 if any case differs.
+else. The PTX text goes to the driver as it is. Exit status 1 if any case differs. Kernels of tests/micro join if
+`--save FILE`, where the compiler is, has written the file that JAX_FA4_MICRO names.
 """
 
 import ctypes
 import os
+import pickle
 import sys
 
 import numpy as np
-from emulator import Launch, Pointer, Tma, Uninitialised, run
-from emulator.cases import cases
+from emulator import Launch, Opaque, Pointer, Tma, Uninitialised, run
+from emulator.cases import Case, cases
 
 DTYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}
 SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
@@ -59,7 +60,7 @@ class Card:
             self.driver.cuGetErrorString(status, ctypes.byref(text))
             raise RuntimeError(f"{name}: {status} {(text.value or b'').decode()}")
 
-    def function(self, ptx, shared):
+    def function(self, ptx, shared, entry):
         module, function, log = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.create_string_buffer(4096)
         options = (ctypes.c_int * 2)(5, 6)  # CU_JIT_ERROR_LOG_BUFFER, its size
         values = (ctypes.c_void_p * 2)(ctypes.cast(log, ctypes.c_void_p), 4096)
@@ -67,7 +68,7 @@ class Card:
             self.call("cuModuleLoadDataEx", ctypes.byref(module), ptx.encode() + b"\0", 2, options, values)
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n{log.value.decode()}") from None
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, b"k")
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
         self.call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, shared)
         return module, function
 
@@ -108,7 +109,7 @@ class Card:
 
     def run(self, case):
         """{buffer: array} after the launch."""
-        module, function = self.function(case.ptx, case.shared)
+        module, function = self.function(case.ptx, case.shared, case.entry or "k")
         held = {name: self.upload(value) for name, value in case.memory.items()}
         keep, pointers = [], []
         for p in case.params:
@@ -116,6 +117,10 @@ class Card:
                 raw, start = self.tensor_map(p, held[p.buffer][0])
                 pointers.append(ctypes.addressof(raw) + start)
                 keep.append(raw)
+                continue
+            if isinstance(p, Opaque):
+                keep.append(ctypes.create_string_buffer(p.data, len(p.data)))
+                pointers.append(ctypes.addressof(keep[-1]))
                 continue
             word = (
                 ctypes.c_uint64(held[p.buffer][0].value + p.offset)
@@ -185,10 +190,26 @@ def compare(card, case):
     return wrong, "; ".join(notes)
 
 
+def compiled():
+    """Cases of the micro-kernels of clusters, compiled for Hopper: needs the DSL."""
+    from launch import to_emulator
+    from micro import build
+    from test_micro_cluster import CALLS, MICROS
+
+    for name in (name for name, arch in CALLS if arch == "sm_90a"):
+        micro, memory, want = MICROS[name]()
+        launch = to_emulator(build.launched(micro, build.ptx(micro, "sm_90a")))
+        memory = memory | {"out": Uninitialised(want.shape, np.float32)}
+        where = {"block": launch.block[0], "cluster": launch.cluster[0], "shared": launch.shared_bytes}
+        yield Case(f"compiled {name}", build.ptx(micro, "sm_90a"), launch.params, memory, **where, entry=launch.entry)
+
+
 def main(part="", start="0", bad="0"):
     """Runs what is left from `start`. A kernel that the card aborts spoils the process: the rest runs in a new one."""
     card, wrong = Card(), int(bad)
-    chosen = [case for case in cases() if part in case.name]
+    saved = os.environ.get("JAX_FA4_MICRO")
+    more = pickle.loads(open(saved, "rb").read()) if saved else []
+    chosen = [case for case in (*cases(), *more) if part in case.name]
     if start == "0":
         print(card.name, flush=True)
     for number, case in enumerate(chosen[int(start) :], int(start)):
@@ -204,4 +225,9 @@ def main(part="", start="0", bad="0"):
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if sys.argv[1:2] == ["--save"]:
+        made = list(compiled())
+        with open(sys.argv[2], "wb") as file:
+            pickle.dump(made, file)
+    else:
+        sys.exit(main(*sys.argv[1:]))

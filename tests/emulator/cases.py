@@ -19,7 +19,8 @@ REDUCE = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
 
 @dataclass(frozen=True)
 class Case:
-    """`ulp`: how far the two may be apart in float32 units of the last place; 0 = equal bits."""
+    """`ulp`: how far the two may be apart in float32 units of the last place; 0 = equal bits. entry: the kernel's name
+    if the text is a module of its own; else it is a body."""
 
     name: str
     text: str
@@ -29,10 +30,12 @@ class Case:
     cluster: int = 1
     shared: int = 16384
     ulp: int = 0
+    entry: str = ""
     ptx: str = field(init=False, default="")
 
     def __post_init__(self):
-        object.__setattr__(self, "ptx", module(self.text, self.params, self.block, "sm_90a"))
+        whole = self.text if self.entry else module(self.text, self.params, self.block, "sm_90a")
+        object.__setattr__(self, "ptx", whole)
 
 
 def floats(rng, spread=30):
@@ -136,6 +139,13 @@ def copies():
     yield Case(
         "remote arrival and load", body("remote"), (Pointer("out"),), {"out": Uninitialised((1,), np.uint32)}, cluster=2
     )
+    pairs = {"out": Uninitialised((2, 32, 2), np.uint32)}
+    yield Case("stores from afar", body("stasync"), (Pointer("out"),), pairs, cluster=2)
+    yield Case("bytes expected from afar", body("pass"), (Pointer("out"),), out, cluster=2)
+    boxes = np.arange(5 * 16 * 32, dtype=np.uint32).reshape(80, 32)
+    params = (Tma("x", "float32", (32, 80), (128,), (32, 8)), Pointer("out"), Scalar(5))
+    memory = {"x": boxes, "out": Uninitialised((5, 2, 16, 32), np.uint32)}
+    yield Case("halves into both CTAs", body("share").replace("COPY", LOAD), params, memory, block=64, cluster=2)
     yield Case("ring of two warps", body("ring"), (Pointer("out"),), {"out": Uninitialised((32,), np.uint32)}, block=64)
     for trans in ("", ".trans"):
         memory = {"out": Uninitialised((4, 8, 8), np.uint16)}

@@ -47,7 +47,7 @@ def mbarrier_init(program, ins):
             if offset in w.cta.mbarriers:
                 w.report("mbarrier", f"mbarrier at offset {offset} is initialised again", ins)
             fresh[offset] = n
-            w.machine.note(w, "init", offset, ins)
+            w.machine.note(w, "init", offset + w.cta.window, ins)
             w.cta.mbarriers[offset] = MBarrier(w.cta, offset, n)
             w.machine.order.born(w, w.cta.mbarriers[offset])
         w.machine.events += 1
@@ -214,7 +214,7 @@ def named(program, ins):
             w.machine.release(w)
             which = index(w, w.lead)
             n = count(w, w.lead) if count else WARP * w.cta.warps
-            w.machine.note(w, "bar.sync" if waits else "bar.arrive", which, ins)
+            w.machine.note(w, "bar.sync" if waits else "bar.arrive", which, ins, named=True)
             given = w.machine.order.release(w, ins)
             barrier, generation, meeting = w.cta.barriers.arrive(which, n, w, w.reporter(ins), given)
             if not waits:

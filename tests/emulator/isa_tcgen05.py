@@ -40,7 +40,7 @@ def alloc(program, ins):
         report, cta = w.reporter(ins), w.cta
         n = columns(w, w.lead)
         if group == 1:
-            return _allocate_one(w, ins, [cta], n, dst(w, w.lead))
+            return _allocate_one(w, ins, {cta: w}, n, dst(w, w.lead))
         pair = [c for c in cta.cluster if c.rank >> 1 == cta.rank >> 1]
         if len(pair) != 2:
             report("tmem_alloc", "cta_group::2 in a cluster without the peer CTA")
@@ -48,7 +48,7 @@ def alloc(program, ins):
         requests = w.machine.pair_requests.setdefault(id(pair[0]), {})
         if "asked" not in w.memo:
             w.memo["asked"] = True
-            requests.setdefault(cta.rank, []).append((n, dst(w, w.lead)))
+            requests.setdefault(cta.rank, []).append((n, dst(w, w.lead), w))
             w.machine.events += 1
         asked = [requests.get(c.rank) for c in pair]
         if "given" in w.memo or (cta.rank in requests.get("given", {}) and requests["given"][cta.rank]):
@@ -56,15 +56,15 @@ def alloc(program, ins):
             w.wait = None
             return True
         if all(asked):
-            (n0, at0), (n1, at1) = asked[0].pop(0), asked[1].pop(0)
+            (n0, at0, w0), (n1, at1, w1) = asked[0].pop(0), asked[1].pop(0)
             if n0 != n1 or (at0 & 0xFFFFFF) != (at1 & 0xFFFFFF):
                 report(
                     "tmem_alloc",
                     f"the pair asks for {n0} and {n1} columns at offsets {at0 & 0xFFFFFF}, {at1 & 0xFFFFFF}",
                 )
-            if not _allocate_one(w, ins, pair, n0, at0):
-                asked[0].insert(0, (n0, at0))
-                asked[1].insert(0, (n1, at1))
+            if not _allocate_one(w, ins, dict(zip(pair, (w0, w1), strict=True)), n0, at0):
+                asked[0].insert(0, (n0, at0, w0))
+                asked[1].insert(0, (n1, at1, w1))
                 return False
             given = requests.setdefault("given", {})
             for c in pair:
@@ -77,9 +77,10 @@ def alloc(program, ins):
     return Effect(run, ins, blocking=True)
 
 
-def _allocate_one(w, ins, ctas, n, at):
-    """Allocate the same columns in `ctas`; False if they do not fit yet."""
-    report = w.reporter(ins)
+def _allocate_one(w, ins, warps, n, at):
+    """Allocate the same columns in the CTAs of `warps`, each of whose warps asks and writes the address there; False if
+    they do not fit yet."""
+    report, ctas = w.reporter(ins), [*warps]
     size = n if 32 <= n <= 512 and n & (n - 1) == 0 else 32
     rooms = set(ctas[0].tmem.room(size)).intersection(*(c.tmem.room(size) for c in ctas[1:]))
     if not rooms:
@@ -93,13 +94,13 @@ def _allocate_one(w, ins, ctas, n, at):
         return False
     first = w.machine.rng.choice(sorted(rooms)) if w.machine.policy.shuffle else min(rooms)
     offset = at & 0xFFFFFF
-    for c in ctas:
+    for c, own in warps.items():
         c.tmem.use_group(len(ctas), report)
         c.tmem.allocate(n, first, report)
         where = np.array([offset], np.uint32)
         c.shared.store(where, np.array([[first]], np.uint32), 4, 1, report)
-        c.shared.wrote(np.array([offset // 16]), w.warp)
-        w.machine.order.thread(w, c.shared, where, 4, WRITE, ins)
+        c.shared.wrote(np.array([offset // 16]), own.warp)
+        w.machine.order.thread(own, c.shared, where, 4, WRITE, ins)
     w.machine.events += 1
     w.wait = None
     return True
@@ -433,7 +434,8 @@ def commit(program, ins):
             targets = [where]
             if multicast:
                 targets = [(c.rank << 24) | (where & 0xFFFFFF) for c in w.cta.cluster if mask(w, lane) >> c.rank & 1]
-            machine.note(w, "commit", where, ins)
+            for target in targets:
+                machine.note(w, "commit", target, ins)
             barriers = [b for b in (find(w.cta, t, report, "tcgen05.commit") for t in targets) if b is not None]
             queue = mma_queue(w, lane)
             if multicast and not machine.products.get(queue):

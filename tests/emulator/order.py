@@ -133,11 +133,11 @@ class Order:
             clock[:, slot] = number
         return Event(number, slot, clock)
 
-    def completed(self, event):
-        """The clock of those who learn that it is complete."""
+    def completed(self, event, generic=False):
+        """The clock of those who learn that it is complete. generic: its writes went through the generic proxy."""
         if event.clock.shape[1] <= event.slot:
             event.clock = self._fit(event.clock)
-        event.clock[:, event.slot] = event.number
+        event.clock[: 2 - generic, event.slot] = event.number
         return event.clock
 
     def learn(self, w, event, generic=False):

@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import isa_async, isa_cpasync, isa_memory, isa_sync, isa_tcgen05, isa_umma, isa_warp, isa_wgmma, tensor
+from . import (
+    isa_async,
+    isa_cpasync,
+    isa_memory,
+    isa_stasync,
+    isa_sync,
+    isa_tcgen05,
+    isa_umma,
+    isa_warp,
+    isa_wgmma,
+    tensor,
+)
 from .barriers import WARP
 from .counters import Counters
 from .engine import Engine
@@ -24,6 +35,7 @@ ISA = (
     isa_async,
     isa_cpasync,
     isa_memory,
+    isa_stasync,
     isa_sync,
     isa_tcgen05,
     isa_umma,
@@ -35,13 +47,15 @@ _programs = {}
 
 class Sync(NamedTuple):
     """One thing that a warp did to a barrier. kind: init, arrive (also with bytes), commit, wait (passed), or for named
-    barriers bar.arrive and bar.sync. barrier: shared offset of an mbarrier, or a named barrier's number."""
+    barriers bar.arrive and bar.sync. barrier: shared offset of an mbarrier, or a named barrier's number. owner: rank in
+    the cluster of the CTA whose barrier it is; a commit to several is one of each."""
 
     cta: tuple
     warp: int
     kind: str
     barrier: int
     line: int
+    owner: int
 
 
 @dataclass
@@ -272,10 +286,11 @@ class Machine:
         """The unit arrives at a barrier."""
         unit.cta.shared.release(unit.warp)
 
-    def note(self, unit, kind, barrier, ins, cta=None):
-        """For the trace. cta: whose barrier it is, where not the unit's own."""
+    def note(self, unit, kind, barrier, ins, named=False):
+        """For the trace. barrier: an address in the cluster's shared memory, or a named barrier of the unit's CTA."""
         if self.trace is not None:
-            self.trace.append(Sync((cta or unit.cta).index, unit.warp, kind, barrier & 0xFFFFFF, ins.line))
+            owner = unit.cta.rank if named else barrier >> 24
+            self.trace.append(Sync(unit.cta.index, unit.warp, kind, barrier & 0xFFFFFF, ins.line, owner))
 
     def force_yield(self, unit):
         self.forced = True

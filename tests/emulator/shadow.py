@@ -55,7 +55,7 @@ class Shadow:
             for (slot, less), plane in self.others[kind].items():
                 if plane.last > known[slot] and not (part and less):
                     events = plane.view(count)[index]
-                    newest = int(events.max())
+                    newest = int(events.max(initial=0))  # a copy that lies outside its tensor touches nothing
                     if newest > known[slot]:
                         return Conflict(kind, newest, self._word(count, index, events > known[slot]))
         return None

@@ -17,13 +17,15 @@ from jax_fa4.kernels.common.parts import Kernel
 
 @dataclass(frozen=True)
 class Micro:
-    """A plan of one kernel with fixed sizes: enough of one for `launches`. module: its file here, with `host`."""
+    """A plan of one kernel with fixed sizes: enough of one for `launches`. module: its file here, with `host`, or what
+    else its host function is called."""
 
     module: str
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     kernel: Kernel
     numbers: tuple[tuple[str, int], ...] = ()  # its int32 parameters
+    host: str = "host"
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
         return {**dict(self.numbers), **shapes}
@@ -46,7 +48,7 @@ def ptx(micro: Micro, arch: str = "sm_100a") -> str:
     from jax_fa4.ffi import compile as compiling
     from jax_fa4.kernels.common.dtypes import DTYPES
 
-    host: Any = importlib.import_module(f"micro.{micro.module}").host
+    host: Any = getattr(importlib.import_module(f"micro.{micro.module}"), micro.host)
     gmem = cute.AddressSpace.gmem
     pointers = [make_ptr(DTYPES[b.dtype], 16, gmem, assumed_align=16) for b in micro.inputs + micro.outputs]
     numbers = [Int32(value) for _, value in micro.numbers]
@@ -57,6 +59,6 @@ def ptx(micro: Micro, arch: str = "sm_100a") -> str:
 
 
 def launched(micro: Micro, text: str | None = None, **contents: list) -> Launch:
-    """Its one launch, on its own PTX or on an edited one."""
+    """Its one launch, on its own PTX or on another one."""
     (made,) = launches(micro, lambda plan, e: (plan.kernel,), {}, text or ptx(micro), contents)
     return made

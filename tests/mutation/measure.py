@@ -47,9 +47,7 @@ def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool
     from mutation.subjects import subjects
 
     fates = []
-    for subject in subjects():
-        if part not in subject.name:
-            continue
+    for subject in subjects(part):
         started, judge = time.process_time(), Judge(subject)
         first, last = subject.lines
         found = [m for m in mutants(subject.ptx) if first <= m.line <= last]

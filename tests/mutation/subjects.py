@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import emulated
@@ -20,23 +22,43 @@ from problems import DTYPES, Case, inputs
 from mutation.judge import Subject, Variant
 
 # Two launches each. Ragged in both directions, so that no code for edges is dead; at least three key tiles, so that
-# rings wrap; once with small scores, so that every product counts, once with large ones, so that rows rescale.
+# rings wrap; once with small scores, so that every product counts, once with large ones, so that rows rescale. Causal,
+# each tile's last keys lie in the upper half of their block, else half of a product is hidden.
 RAGGED = (
     Case("ragged", b=1, t=200, s=300, n=1, k=1, d=64, q_lens=(190,), kv_lens=(270,)),
-    Case("ragged", b=1, t=140, s=520, n=1, k=1, d=64, q_lens=(129,), kv_lens=(500,), spread=3.0),
+    Case("ragged", b=1, t=300, s=400, n=1, k=1, d=64, q_lens=(280,), kv_lens=(390,), spread=3.0),
 )
 CAUSAL = (
-    Case("causal", b=1, t=150, s=500, n=2, k=1, d=128, causal=True, bottom_right=True, kv_lens=(460,)),
-    Case("causal", b=1, t=260, s=260, n=1, k=1, d=128, causal=True, spread=3.0),
+    Case("causal", b=1, t=140, s=500, n=2, k=1, d=128, causal=True, bottom_right=True, kv_lens=(490,)),
+    Case("causal", b=1, t=370, s=370, n=1, k=1, d=128, causal=True, spread=3.0),
 )
-# Several query tiles for one CTA of a persistent grid; one example without keys.
+# Two CTAs take 512 queries.
+PAIRED = (
+    Case("pair", b=1, t=400, s=400, n=1, k=1, d=128, q_lens=(390,), kv_lens=(380,)),
+    Case("pair", b=1, t=520, s=260, n=1, k=1, d=128, kv_lens=(250,), spread=3.0),
+)
+WIDE = (
+    Case("wide", b=1, t=200, s=600, n=1, k=1, d=256, q_lens=(190,), kv_lens=(590,)),
+    Case("wide", b=1, t=260, s=260, n=1, k=1, d=256, kv_lens=(250,), spread=3.0),
+)
+# Few queries: heads that share keys fill a tile, and CTAs share the keys.
+FEW = (
+    Case("few", b=1, t=3, s=1100, n=8, k=1, d=128, kv_lens=(1090,)),
+    Case("few", b=2, t=2, s=700, n=4, k=1, d=128, kv_lens=(690, 300), spread=3.0),
+)
+# Several query tiles for one CTA of a persistent grid; one example without keys, and others behind it.
 MANY = (
     Case("many", b=1, t=400, s=260, n=2, k=1, d=64, q_lens=(390,), kv_lens=(250,)),
-    Case("many", b=2, t=300, s=400, n=1, k=1, d=64, q_lens=(290, 300), kv_lens=(380, 0), spread=3.0),
+    Case("many", b=2, t=300, s=400, n=1, k=1, d=64, q_lens=(290, 300), kv_lens=(0, 380), spread=3.0),
 )
 GRADIENT = (
     Case("gradient", b=1, t=200, s=200, n=1, k=1, d=64, q_lens=(150,), kv_lens=(190,)),
     Case("gradient", b=1, t=390, s=128, n=1, k=1, d=64, q_lens=(390,), kv_lens=(128,)),
+)
+# Likewise several key tiles for one CTA, and more query tiles than a ring has places.
+GRADIENT_MANY = (
+    Case("gradient", b=1, t=300, s=200, n=2, k=1, d=64, q_lens=(290,), kv_lens=(190,)),
+    Case("gradient", b=2, t=150, s=260, n=1, k=1, d=64, q_lens=(140, 150), kv_lens=(128, 260)),
 )
 GRADIENT_CAUSAL = (
     Case("gradient causal", b=1, t=160, s=200, n=2, k=1, d=128, causal=True, kv_lens=(150,)),
@@ -110,14 +132,16 @@ def attention(name: str, cases: tuple[Case, ...], plan: Any, bind: Callable, ptx
     return Subject(name, ptx, tuple(v for v, _ in made), made[0][1], loose=("work", "dq"), **more)
 
 
-def blackwell_forward(name: str, both: tuple[Case, ...]) -> Subject:
-    from test_emulated_sm100 import plan_of
+def blackwell_forward(both: tuple[Case, ...], plan_of: Callable | None, name: str) -> Subject:
+    """plan_of: of a case, with fields of the plan; None: what a call chooses."""
+    from test_emulated_sm100 import plan_of as chosen
     from verifier import cases
 
     from jax_fa4.kernels.sm100.fwd.plan import bind
 
     case = both[0]
-    plan = plan_of(case, stage_cap=3)  # few stages, so that rings wrap
+    plan = (plan_of or chosen)(case, stage_cap=3)  # few stages, so that rings wrap
+    plan = replace(plan, workers=1) if plan.workers else plan  # one CTA with all the tiles, for the same reason
     softmax, correct, rest = plan.registers
 
     def verify(text: str) -> Any:
@@ -125,32 +149,67 @@ def blackwell_forward(name: str, both: tuple[Case, ...]) -> Subject:
         left, right = case.sides
         return cases.judge(cases.Case(plan, cases.RESCALE, _shapes(case), left, right, lengths), text, timeout=200)
 
-    shares = {softmax: 2, correct: 1, rest: 1}
+    shares = {softmax: plan.queries, correct: 1, rest: 1}
     return attention(name, both, plan, bind, emulated.ptx_of(plan), verify=verify, shares=shares)
 
 
-def kernels() -> Iterator[Subject]:
-    """Forward and backward, Blackwell and Hopper."""
-    from jax_fa4.kernels.sm90.bwd.plan import bind as hopper_bind
-    from jax_fa4.kernels.sm90.fwd.plan import bind as hopper_fwd_bind
-    from jax_fa4.kernels.sm100.bwd.plan import bind as blackwell_bind
+def blackwell_backward(both: tuple[Case, ...], form: Any, name: str) -> Subject:
+    """form: the module of its emulator tests."""
+    from jax_fa4.kernels.sm100.bwd.plan import bind
 
-    yield blackwell_forward("Blackwell forward, D 64, ragged", RAGGED)
-    yield blackwell_forward("Blackwell forward, D 128, causal", CAUSAL)
-    for kind, both in (("D 64, ragged", GRADIENT), ("D 128, causal", GRADIENT_CAUSAL)):
-        plan = blackwell_bwd.plan_of(both[0])
-        yield attention(f"Blackwell backward, {kind}", both, plan, blackwell_bind, blackwell_bwd.ptx_of(plan))
-    for kind, both in (("D 64, ragged", MANY), ("D 128, causal", CAUSAL)):
-        plan = hopper_plan(both[0])
-        yield attention(f"Hopper forward, {kind}", both, plan, hopper_fwd_bind, hopper_fwd.ptx_of(plan).rstrip("\0"))
-    plan = hopper_bwd.plan_of(GRADIENT[0])
-    ptx = hopper_bwd.built(plan).ptx.rstrip("\0")
-    yield attention("Hopper backward, D 64, ragged", GRADIENT, plan, hopper_bind, ptx)
+    plan = form.plan_of(both[0])
+    return attention(name, both, plan, getattr(form, "bind", bind), emulated.ptx_of(plan))
+
+
+def hopper_forward(both: tuple[Case, ...], name: str) -> Subject:
+    from jax_fa4.kernels.sm90.fwd.plan import bind
+
+    plan = hopper_plan(both[0])
+    return attention(name, both, plan, bind, hopper_fwd.ptx_of(plan).rstrip("\0"))
+
+
+def hopper_backward(both: tuple[Case, ...], name: str) -> Subject:
+    from jax_fa4.kernels.sm90.bwd.plan import bind
+
+    plan = hopper_bwd.plan_of(both[0])
+    plan = replace(plan, workers=1) if plan.workers else plan
+    return attention(name, both, plan, bind, hopper_bwd.built(plan).ptx.rstrip("\0"))
+
+
+def at_depth(cases: tuple[Case, ...], d: int, v: int | None = None, **sizes: Any) -> tuple[Case, ...]:
+    return tuple(replace(case, d=d, v=v or d, **sizes) for case in cases)
+
+
+def kernels() -> Iterator[tuple[str, Callable[[str], Subject]]]:
+    """Forward and backward, every form of the Blackwell ones, and Hopper: (name, what makes it of the name)."""
+    import test_emulated_sm100_bwd_pair as bwd_pair
+    import test_emulated_sm100_bwd_wide as bwd_wide
+    import test_sm100_pair
+    import test_sm100_wide
+
+    for kind, both, plan_of in (
+        ("D 64, ragged", RAGGED, None),
+        ("D 128, causal", CAUSAL, None),
+        ("D 64, causal", at_depth(CAUSAL, 64), None),
+        ("D 192 and 128, ragged", at_depth(RAGGED, 192, 128), None),
+        ("D 256, wide", WIDE, test_sm100_wide.plan_of),
+        ("D 128, pair", PAIRED, test_sm100_pair.plan_of),
+        ("D 128, few queries", FEW, None),
+    ):
+        yield f"Blackwell forward, {kind}", partial(blackwell_forward, both, plan_of)
+    for kind, both, form in (
+        ("D 64, ragged", GRADIENT, blackwell_bwd),
+        ("D 128, causal", GRADIENT_CAUSAL, blackwell_bwd),
+        ("D 128, pair", at_depth(GRADIENT, 128, s=300, kv_lens=(290,)), bwd_pair),
+        ("D 256, wide", at_depth(GRADIENT, 256), bwd_wide),
+    ):
+        yield f"Blackwell backward, {kind}", partial(blackwell_backward, both, form)
+    yield "Hopper forward, D 64, ragged", partial(hopper_forward, MANY)
+    yield "Hopper forward, D 128, causal", partial(hopper_forward, CAUSAL)
+    yield "Hopper backward, D 64, ragged", partial(hopper_backward, GRADIENT_MANY)
 
 
 def hopper_plan(case: Case) -> Any:
-    from dataclasses import replace
-
     from jax_fa4.kernels import select
     from jax_fa4.spec import Problem
 
@@ -158,37 +217,45 @@ def hopper_plan(case: Case) -> Any:
     return replace(plan, workers=1) if plan.workers else plan  # one CTA with all the tiles: rings wrap
 
 
-def _exact(ptx: str, launch: Launch, memory: dict, name: str, verify: Any = None) -> Subject:
-    """A kernel on integers: its results are right if they are the same."""
-    good = run(ptx, launch, memory).check().outputs
+def _exact(ptx: str, calls: tuple[tuple[Launch, dict], ...], name: str, verify: Any = None) -> Subject:
+    """A kernel on integers, with one memory or several: its results are right if they are the same."""
 
-    def right(outputs: dict) -> bool:
-        return all(np.array_equal(good[key], outputs[key]) for key in good)
+    def variant_of(launch: Launch, memory: dict) -> Variant:
+        good = run(ptx, launch, memory).check().outputs
 
-    one = Variant(lambda text, seed: run(text, launch, memory, seed=seed), right)
-    return Subject(name, ptx, (one,), verify=verify)
+        def right(outputs: dict) -> bool:
+            return all(np.array_equal(good[key], outputs[key]) for key in good)
+
+        return Variant(lambda text, seed: run(text, launch, memory, seed=seed), right)
+
+    return Subject(name, ptx, tuple(variant_of(*call) for call in calls), verify=verify)
+
+
+def _call(micro: Any, rng: np.random.Generator) -> tuple[Launch, dict]:
+    """A micro-kernel's launch, and small integers for it to work on."""
+    kinds, memory = {"bfloat16": np.uint16, "float32": np.float32}, {}
+    for b in micro.inputs:
+        x = rng.integers(-4, 5, b.shape).astype(np.float32)
+        if micro is power.MICRO:  # down to results that are subnormal, and below
+            x = rng.uniform(-300, 100, b.shape).astype(np.float32)
+        memory[b.name] = (x.view(np.uint32) >> 16).astype(np.uint16) if b.dtype == "bfloat16" else x
+    memory |= {b.name: Uninitialised(b.shape, kinds[b.dtype]) for b in micro.outputs}
+    return to_emulator(build.launched(micro)), memory
 
 
 def compiled_micros() -> Iterator[Subject]:
-    """Micro-kernels in the DSL."""
+    """Micro-kernels in the DSL. Of the gemm, whose ring wraps, also one step alone."""
     from verifier import run as verifier
 
     rng = np.random.default_rng(0)
-    kinds = {"bfloat16": np.uint16, "float32": np.float32}
-    for micro in (add.MICRO, copy.MICRO, power.MICRO, gemm.micro(5)):
-        memory: dict[str, Any] = {}
-        for b in micro.inputs:
-            x = rng.integers(-4, 5, b.shape).astype(np.float32)
-            if micro is power.MICRO:  # down to results that are subnormal, and below
-                x = rng.uniform(-300, 100, b.shape).astype(np.float32)
-            memory[b.name] = (x.view(np.uint32) >> 16).astype(np.uint16) if b.dtype == "bfloat16" else x
-        memory |= {b.name: Uninitialised(b.shape, kinds[b.dtype]) for b in micro.outputs}
-        launch = to_emulator(build.launched(micro))
+    for micro, *more in ((add.MICRO,), (copy.MICRO,), (power.MICRO,), (gemm.micro(5), gemm.micro(1))):
 
         def verify(text: str, micro: Any = micro) -> Any:
             return verifier.judge(build.launched(micro, text), timeout=60)
 
-        yield _exact(build.ptx(micro), launch, memory, f"micro {micro.module}", verify)
+        calls = tuple(_call(one, rng) for one in (micro, *more))
+        assert all(build.ptx(one) == build.ptx(micro) for one in more), micro
+        yield _exact(build.ptx(micro), calls, f"micro {micro.module}", verify)
 
 
 def written_micros() -> Iterator[Subject]:
@@ -197,13 +264,11 @@ def written_micros() -> Iterator[Subject]:
     for name, setup in (("mma", mma_setup), ("wgmma", wgmma_setup)):
         params, memory, how = setup(values)
         text = module(body(name), params, how["block"], how.get("target", "sm_100a"))
-        yield _exact(
-            text, Launch(params, block=(how["block"], 1, 1), shared_bytes=how["shared"]), memory, f"PTX {name}"
-        )
+        launch = Launch(params, block=(how["block"], 1, 1), shared_bytes=how["shared"])
+        yield _exact(text, ((launch, memory),), f"PTX {name}")
 
 
-def subjects() -> Iterator[Subject]:
-    """All of them, the small ones first."""
-    yield from written_micros()
-    yield from compiled_micros()
-    yield from kernels()
+def subjects(part: str = "") -> Iterator[Subject]:
+    """Those whose name has `part`, the small ones first. Only these kernels are compiled."""
+    yield from (one for one in (*written_micros(), *compiled_micros()) if part in one.name)
+    yield from (make(name) for name, make in kernels() if part in name)

@@ -19,6 +19,22 @@ from verifier.describe import votes
 
 # Known right on hardware, against what PTX promises: see docs/measured/emulator.md
 TOLERATED = ("read_before_wait", "unfinished", "duplicate_issue")
+
+
+def relied(finding, report) -> str:
+    """What an error is that hardware is known to forgive, as docs/measured/emulator.md has it; empty for all else."""
+    if finding.kind == "named_barrier" and "arrives twice at one phase" in finding.message:
+        return "a warp arrives at a named barrier and waits at it in one phase"
+    if finding.kind == "remote_exit" and finding.message.startswith("a commit arrives at"):
+        return "the last commit may find the other CTA gone"
+    text = r"write of buffer \w+ .* after the write by a bulk copy of (.+) that writes \(line (\d+)\)"
+    same = re.search(text, finding.message)
+    if finding.kind == "race" and same and same[1] == finding.where and int(same[2]) == finding.line:
+        if any(f.kind == "duplicate_issue" and f.line == finding.line for f in report.findings):
+            return "a copy issued by all lanes: the same bytes to the same place"
+    return ""
+
+
 ROLES = {
     "fwd": {"softmax": range(8), "correct": range(8, 12), "mma": (12,), "store": (13,), "load": (14,), "idle": (15,)},
     "bwd": {"reduce": range(4), "compute": range(4, 12), "mma": (12,), "load": (13,), "other": (14, 15)},

@@ -89,16 +89,22 @@ def emulated(call) -> dict:
     """Errors against float64 and findings, over shapes and schedules."""
     from emulator import SEEDS
 
+    from public.calls import relied
+
     sizes = [(256, 256)] if call.causal else SHAPES[call.direction]
     found: Counter = Counter()
     worst: dict = {}
+    forgives: Counter = Counter()
     started = time.process_time()
     for queries, keys in sizes:
         for seed in SEEDS:
             report, errors = call.run(queries, keys, seed)
-            if report.deadlock is not None or report.errors:
-                raise AssertionError(f"{queries} x {keys}, seed {seed}: {report.deadlock} {report.errors[:3]}")
-            found.update({f.kind for f in report.findings})
+            forgiven = {id(f): relied(f, report) for f in report.errors}
+            wrong = [f for f in report.errors if not forgiven[id(f)]]
+            if report.deadlock is not None or wrong:
+                raise AssertionError(f"{queries} x {keys}, seed {seed}: {report.deadlock} {wrong[:3]}")
+            forgives.update(set(forgiven.values()))
+            found.update({f.kind for f in report.findings if id(f) not in forgiven})
             worst = {name: max(x, worst.get(name, 0.0)) for name, x in errors.items()}
     runs = len(sizes) * len(SEEDS)
     seconds = round((time.process_time() - started) / runs, 2)
@@ -106,6 +112,7 @@ def emulated(call) -> dict:
         "shapes": sizes,
         "seeds": SEEDS,
         "error": worst,
+        "relied on": dict(forgives),
         "advisory": dict(found),
         "runs": runs,
         "seconds a run": seconds,
@@ -118,7 +125,7 @@ def verified(call, timeout: int) -> dict:
 
     from public.calls import verifier_input
 
-    queries, keys = SMALL[call.direction]
+    queries, keys = (256, 256) if call.causal else SMALL[call.direction]
     queries, keys = (2 * queries, keys) if call.pair and call.direction == "fwd" else (queries, keys * (1 + call.pair))
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax_fa4.kernels.sm100.events import Arrive, Event, Protocol, Read, Recorder, Wait, Write
 from jax_fa4.kernels.sm100.fwd.plan import WARP
 from jax_fa4.kernels.sm100.fwd.protocol import WARPS, Agents, Pair, counted
@@ -12,6 +14,7 @@ LAST = 2  # third set of named barriers; the others are of even and odd blocks
 
 class _Wide(Agents):
     plan: Wide
+    moved: Sequence[bool]  # whether a maximum has moved with block 1, 2, ..., so that O is rescaled
 
     @property
     def blocks(self) -> int:
@@ -115,8 +118,10 @@ class _Wide(Agents):
         for i in range(1, self.blocks):
             synced(i % 2, i // 2)
             me.append(Read(self.at("stats", i % 2, w), i // 2))
-            done(i - 1)
-            me += [Write(self.at("o", w), 2 * i - 1), Arrive(self.at("probs", "full", i % 2), i // 2)]
+            if self.moved[i - 1]:
+                done(i - 1)
+                me.append(Write(self.at("o", w), 2 * i - 1))
+            me.append(Arrive(self.at("probs", "full", i % 2), i // 2))
         synced(LAST, 0)
         me.append(Read(self.at("stats", LAST, w), 0))
         done(self.blocks - 1)
@@ -133,9 +138,11 @@ class _Wide(Agents):
         self.leave(me)
 
 
-def protocol(plan: Wide, blocks: int) -> Protocol:
-    """Every agent of a pair that visits `blocks` >= 1 key blocks."""
+def protocol(plan: Wide, blocks: int, moved: Sequence[bool] | None = None) -> Protocol:
+    """Every agent of a pair that visits `blocks` >= 1 key blocks. moved: by block from the second on, of all warps;
+    None: always."""
     recorder = Recorder(counted(plan, hands=3))
+    kind = type("Moved", (_Wide,), {"moved": (True,) * (blocks - 1) if moved is None else tuple(moved)})
     for rank in range(plan.ctas):
-        _Wide(plan, (Pair(blocks),), recorder, rank)
+        kind(plan, (Pair(blocks),), recorder, rank)
     return recorder.protocol()
