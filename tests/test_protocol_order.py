@@ -96,17 +96,19 @@ FORMS = {
 OFTEN = ("forward", "forward of pairs", "backward", "backward of pairs", "backward, wide")
 
 
-def traces(form, seed, edit=lambda ptx: ptx):
-    """What the warps of each compared kernel did. Errors are no concern here: other tests have them."""
+def traces(form, seed, edit=None):
+    """What the warps of each compared kernel did. As it was compiled it leaves no finding, not even an advisory."""
     inp, made = inputs(form.case, form.plan.dtype), []
     given = operands(form.plan, form.case, inp) if form.first else forward_operands(form, inp)
     memory = {b.name: given[b.name] for b in form.plan.inputs}
     shapes = {"B": form.case.b, "T": form.case.t, "S": form.case.s, "N": form.case.n, "K": form.case.k}
     memory |= bwd.empty_outputs(form.plan, shapes)
-    calls = launches(form.plan, form.bind, shapes, edit(emulated.ptx_of(form.plan)))
+    calls = launches(form.plan, form.bind, shapes, (edit or str)(emulated.ptx_of(form.plan)))
     for call in calls[: form.first + len(form.protocols)]:
         trace: list = []
-        memory |= run(call.ptx, to_emulator(call), memory, seed=seed, trace=trace).outputs
+        report = run(call.ptx, to_emulator(call), memory, seed=seed, trace=trace)
+        assert edit is not None or not report.findings, report.findings
+        memory |= report.outputs
         made.append(trace)
     return made[form.first :]
 
@@ -117,7 +119,7 @@ def forward_operands(form, inp):
     return {"q": q, "k": k, "v": v, "ints": ints, "floats": floats}
 
 
-def told(form, seed, edit=lambda ptx: ptx):
+def told(form, seed, edit=None):
     """Differences of all kernels."""
     wrong = []
     for (plan, p), trace in zip(form.protocols, traces(form, seed, edit), strict=True):
@@ -134,7 +136,8 @@ def test_the_kernel_follows_its_protocol(name, seed):
     for plan, p in form.protocols:
         want = expected(plan, p, form.warp_of, form.named)
         ctas = plan.ctas if getattr(plan, "pair", False) else 1
-        assert len(want) >= 10 * ctas + 1 and all(want.values()), "every warp that has a role says something"
+        silent = [who for who, words in want.items() if not words]  # at most the MMA warp of who does not lead
+        assert len(want) >= 10 * ctas + 1 and silent in ([], [(1, getattr(plan, "MMA", None))]), silent
     assert not told(form, seed)
 
 

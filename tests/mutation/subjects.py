@@ -41,10 +41,10 @@ WIDE = (
     Case("wide", b=1, t=200, s=600, n=1, k=1, d=256, q_lens=(190,), kv_lens=(590,)),
     Case("wide", b=1, t=260, s=260, n=1, k=1, d=256, kv_lens=(250,), spread=3.0),
 )
-# Few queries: heads that share keys fill a tile, and CTAs share the keys.
+# Few queries: heads that share keys fill a tile and half of the next, and CTAs share the keys.
 FEW = (
-    Case("few", b=1, t=3, s=1100, n=8, k=1, d=128, kv_lens=(1090,)),
-    Case("few", b=2, t=2, s=700, n=4, k=1, d=128, kv_lens=(690, 300), spread=3.0),
+    Case("few", b=1, t=25, s=1100, n=8, k=1, d=128, kv_lens=(1090,)),
+    Case("few", b=2, t=24, s=700, n=8, k=1, d=128, kv_lens=(690, 300), spread=3.0),
 )
 # Several query tiles for one CTA of a persistent grid; one example without keys, and others behind it.
 MANY = (
@@ -54,6 +54,11 @@ MANY = (
 GRADIENT = (
     Case("gradient", b=1, t=200, s=200, n=1, k=1, d=64, q_lens=(150,), kv_lens=(190,)),
     Case("gradient", b=1, t=390, s=128, n=1, k=1, d=64, q_lens=(390,), kv_lens=(128,)),
+)
+# The last step of a sweep is a product of its own: its tile is nearly full, or most of the product would be of zeros.
+GRADIENT_DEEP = (
+    Case("gradient", b=1, t=200, s=200, n=1, k=1, d=256, q_lens=(150,), kv_lens=(190,)),
+    Case("gradient", b=1, t=250, s=250, n=1, k=1, d=256, kv_lens=(250,)),
 )
 # Likewise several key tiles for one CTA, and more query tiles than a ring has places.
 GRADIENT_MANY = (
@@ -201,7 +206,7 @@ def kernels() -> Iterator[tuple[str, Callable[[str], Subject]]]:
         ("D 64, ragged", GRADIENT, blackwell_bwd),
         ("D 128, causal", GRADIENT_CAUSAL, blackwell_bwd),
         ("D 128, pair", at_depth(GRADIENT, 128, s=300, kv_lens=(290,)), bwd_pair),
-        ("D 256, wide", at_depth(GRADIENT, 256), bwd_wide),
+        ("D 256, wide", GRADIENT_DEEP, bwd_wide),
     ):
         yield f"Blackwell backward, {kind}", partial(blackwell_backward, both, form)
     yield "Hopper forward, D 64, ragged", partial(hopper_forward, MANY)
