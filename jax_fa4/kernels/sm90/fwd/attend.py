@@ -127,6 +127,16 @@ def give_turn(ctx, n):
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + (group + 1) % groups, number_of_threads=256)
 
 
+def hold(ctx, at):
+    """Keeps what stands before it before what stands after it, in a step that has V's stage `at`.
+
+    ptxas moves a wgmma wait up over arithmetic that does not need it, here over all of exp2, which then runs behind
+    P V and not beside it (docs/decisions/hopper_waits.md). A wait for a phase that has completed ends the block.
+    """
+    if const_expr(ctx.plan.held):
+        wait(ctx.full["v"], at)
+
+
 @cute.jit
 def attend(ctx, q_at: Place, behind: Place):
     """Scores, weights and output of a query tile, key tiles from the last to the first; returns the next place of V.
@@ -182,6 +192,7 @@ def attend(ctx, q_at: Place, behind: Place):
             mask(ctx, scores, row, ctx.last - 1 - n, own)
             shrink = weigh(scores, (peak, total), ctx.scale, plan)
             if const_expr(plan.overlap):
+                hold(ctx, behind)
                 warpgroup.wait_group(0)
                 arrive(ctx.empty["v"], behind)
             shrink_rows(out, shrink, plan.slack)

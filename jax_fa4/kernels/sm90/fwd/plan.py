@@ -46,6 +46,7 @@ class Plan:
     registers: tuple[int, int] = (24, 240)  # producer, math
     turns: bool = False  # math warpgroups issue their products in turn, one's exp2 beside the other's products
     overlap: bool = True  # exp2 of a tile also beside its own warpgroup's product of the tile before: registers for P
+    held: bool = False  # with `overlap`: exp2 stays in front of the wait for that product, see `hold` in attend
     blocks: int = 1  # CTAs of an SM: one's start and end beside the other's work
     workers: int = 0  # CTAs in all, each takes its share of the query tiles, loads run ahead; 0: a CTA for each
     sections: bool = False  # order of query tiles: by length over as many heads as L2 holds; else head by head
@@ -66,6 +67,7 @@ class Plan:
         assert self.rows == 64 * self.groups and self.keys % 16 == 0 and self.keys <= 256, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         assert not self.turns or self.groups > 1, self.groups
+        assert self.overlap or not self.held, "without overlap no product is left to wait for behind exp2"
         assert not (self.workers and self.segments), "which tiles segments share is found out by the whole CTA"
         assert not (self.workers and self.splits), "CTAs with several query tiles do not share them"
         assert not (self.packed and self.segments), "ids are looked up by row"
