@@ -19,6 +19,7 @@ from jax_fa4.ffi.compile import build
 from jax_fa4.kernels import select
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
+from jax_fa4.kernels.sm90.fwd import kernel
 from jax_fa4.kernels.sm90.fwd.plan import Plan, bind, tiles_for
 from jax_fa4.spec import Problem
 
@@ -215,6 +216,10 @@ VARIANTS = {
     "fma": {"on_fma": 3, "slack": 8.0},
     "fma three": THREE | {"on_fma": 16, "chains": 4},
     "not beside": {"overlap": False, "turns": True, "workers": 2},
+    "held": {"held": True, "turns": True, "workers": 2},
+    "own three": THREE | {"own": True},
+    "own three held turns": THREE | {"own": True, "overlap": True, "held": True, "turns": True, "workers": 3},
+    "own narrow": {"own": True, "turns": True, "workers": 2, "keys": 64},
 }
 MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140), kv_lens=(300, 170), bottom_right=True)
 
@@ -223,6 +228,35 @@ MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140),
 @pytest.mark.parametrize("name", VARIANTS)
 def test_plan_variants_are_attention(name, seed):
     passes(MANY, seed=seed, **VARIANTS[name])
+
+
+TRIPS = [
+    Case("trips_full", b=2, t=330, s=300, n=2, k=1, q_lens=(330, 140), kv_lens=(300, 170)),
+    Case("trips_window", b=1, t=400, s=400, n=2, k=1, window=(100, 0)),
+    Case("trips_dead", b=2, t=200, s=200, n=1, k=1, causal=True, q_lens=(200, 0), kv_lens=(70, 200)),
+]
+
+
+@pytest.mark.parametrize("case", TRIPS, ids=lambda case: case.name)
+def test_warpgroups_pass_by_tiles_that_their_rows_do_not_see(case):
+    """Rows of a tile past the last query, beyond the diagonal or out of the window: their warpgroup starts nothing."""
+    passes(case, seed=1, **VARIANTS["own three held turns"])
+
+
+def test_rows_that_do_not_exist_cost_nothing():
+    """64 queries in a tile of 192: a third of the products."""
+    case = Case("few_rows", b=1, t=64, s=256, n=1, k=1)
+    cycles = [forward(case, "bfloat16", **THREE, own=own)[2].counters.total("tensor.cycles") for own in (False, True)]
+    assert cycles == [3 * 4 * 64 * 256 * 64 / 4096, 4 * 64 * 256 * 64 / 4096]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_front_and_a_tail_are_attention(causal, monkeypatch):
+    """As where keys are many: of four heads the last alone is the tail."""
+    monkeypatch.setattr(kernel, "TAIL_BYTES", 1)
+    case = Case("dealt", b=2, t=450, s=200, n=2, k=2, causal=causal, bottom_right=True)
+    plan = {"rows": 64, "groups": 1, "registers": (24, 240), "workers": 5}
+    passes(case, **plan, chains=2)
 
 
 SMALL = {"rows": 64, "groups": 1, "registers": (24, 240), "splits": True}

@@ -14,13 +14,16 @@ from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import REGISTER_FILE, SMEM_LIMIT, label
 from jax_fa4.kernels.common.splits import parts_for
 from jax_fa4.kernels.common.tiles import (
+    Order,
     all_keys_visible,
+    deal_of,
     dealt,
     key_tiles,
     paired,
     query_tiles,
     sectioned,
     share,
+    turned,
     up,
     work_item,
 )
@@ -143,12 +146,50 @@ def test_sections_are_a_bijection_and_longest_first_inside(section, longest_last
         assert order == sorted(order, reverse=longest_last)
 
 
-@pytest.mark.parametrize("hand", [1, 2])
-@pytest.mark.parametrize("total", [0, 1, 4, 5, 9, 10, 11, 23])
-def test_every_item_is_dealt_once(total, hand):
-    hands = [[dealt(n, 5, c, hand) for n in range(share(total, 5, c, hand))] for c in range(5)]
-    assert sorted(i for mine in hands for i in mine) == list(range(total))
-    assert max(map(len, hands)) - min(map(len, hands)) <= hand
+def shares(order, workers):
+    """(tile, line) of every item, by worker."""
+    deal = deal_of(order, workers)
+    return [
+        [turned(order, deal, dealt(deal, worker, n)) for n in range(share(deal, worker))] for worker in range(workers)
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 5, 132])
+@pytest.mark.parametrize(("longer", "section"), [(True, None), (False, None), (False, 3)])
+def test_every_item_is_dealt_once(workers, longer, section):
+    for tiles, lines, tail, whole in itertools.product((1, 2, 3, 8, 11), (1, 2, 7, 40), (1, 3, 40), (0, 1)):
+        order = Order(tiles, lines, min(tail, lines), tiles - whole, longer, section)
+        items = [item for mine in shares(order, workers) for item in mine]
+        assert sorted(items) == sorted(itertools.product(range(tiles), range(lines))), order
+
+
+@pytest.mark.parametrize(
+    ("order", "worst"),
+    [  # tiles, lines and the tail of 16k tokens: depth 128 at 1k, 4k, 16k; depth 64 with 192 rows at 4k, 16k
+        (Order(8, 256, 72, 8, True), 1.02),
+        (Order(32, 64, 18, 32, True), 1.01),
+        (Order(128, 16, 4, 128, True), 1.01),
+        (Order(22, 128, 36, 21, True), 1.02),
+        (Order(86, 32, 9, 85, True), 1.02),
+    ],
+)
+def test_shares_of_growing_tiles_are_even(order, worst):
+    """A step for each tile up to the diagonal and 0.7 for a tile's start and end."""
+    times = [sum(tile + 1.7 for tile, _ in mine) for mine in shares(order, 132)]
+    assert max(times) < worst * sum(times) / 132
+    alone = [0.0] * 132  # pairs to the end
+    for i in range(order.tiles * order.lines):
+        alone[i // 2 % 132] += paired(i, order.tiles)[0] + 1.7
+    assert max(alone) > 1.03 * sum(alone) / 132
+
+
+def test_shares_of_equal_tiles_end_with_those_that_are_not_full():
+    """4096 queries in tiles of 192: 21 full ones, the last a third full, at about half of the time."""
+    mine = shares(Order(22, 128, 1, 21, False), 132)
+    times = [sum(1 if tile < 21 else 0.5 for tile, _ in items) for items in mine]
+    assert max(times) <= 21 and all(tile < 21 for items in mine for tile, _ in items[:20])
+    heads = [[line for _, line in items[:20]] for items in mine]
+    assert heads[0] == sorted(heads[0]) and heads[0][0] == heads[20][0] == 0, "line by line"
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5, 8])

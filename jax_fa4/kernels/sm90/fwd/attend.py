@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import Place, arrive, step, wait
-from jax_fa4.kernels.common.tiles import all_keys_visible, queries_of
+from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles, queries_of
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.fwd.packed import bring_rows, query_of
 from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
@@ -137,6 +137,34 @@ def hold(ctx, at):
         wait(ctx.full["v"], at)
 
 
+def own_trip(ctx):
+    """[begin, end) of the key tiles that the warpgroup's 64 rows see, inside the CTA's."""
+    plan = ctx.plan
+    if not plan.own:
+        return ctx.first, ctx.last
+    mine = ctx.tile * plan.groups + ctx.warp // 4 - 1
+    trip = key_tiles(mine, (64, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max, ctx.each)
+    end = cutlass.max(cutlass.min(trip[1], ctx.last), ctx.first)
+    return cutlass.min(cutlass.max(trip[0], ctx.first), end), end
+
+
+@cute.jit
+def pass_by(ctx, thread, at: Place, n, count):
+    """Steps n to n + count, of tiles that no row of the warpgroup sees: their stages are freed, turns are passed on."""
+    for step_of in cutlass.range(n, n + count, unroll=1):
+        wait(ctx.full["k"], at)
+        if step_of > 0:
+            take_turn(ctx)
+        else:
+            clear_past(ctx, thread, at)
+        give_turn(ctx, step_of)
+        arrive(ctx.empty["k"], at)
+        wait(ctx.full["v"], at)
+        arrive(ctx.empty["v"], at)
+        at = step(at, ctx.plan.stages)
+    return at
+
+
 @cute.jit
 def attend(ctx, q_at: Place, behind: Place):
     """Scores, weights and output of a query tile, key tiles from the last to the first; returns the next place of V.
@@ -164,17 +192,33 @@ def attend(ctx, q_at: Place, behind: Place):
         bring_rows(ctx, thread)
     else:
         wait(ctx.full["q"], q_at)
-    if ctx.last > ctx.first:
+    begin, end = own_trip(ctx)
+    if const_expr(plan.own):
+        behind = pass_by(ctx, thread, behind, 0, ctx.last - end)
+    if end > begin:
         wait(ctx.full["k"], behind)
+        if const_expr(plan.own):
+            if ctx.last > end:
+                take_turn(ctx)
         start_scores(ctx, scores, q, k, behind.index)
-        clear_past(ctx, thread, behind)
+        if const_expr(plan.own):
+            if ctx.last > end:
+                give_turn(ctx, ctx.last - end)
+            else:
+                clear_past(ctx, thread, behind)
+        else:
+            clear_past(ctx, thread, behind)
         warpgroup.wait_group(0)
         arrive(ctx.empty["k"], behind)
-        mask(ctx, scores, row, ctx.last - 1, own)
+        mask(ctx, scores, row, end - 1, own)
         weigh(scores, (peak, total), ctx.scale, plan)
         wgmma.narrow_to(narrow, scores)
-        give_turn(ctx, 0)
-        for n in cutlass.range(1, ctx.last - ctx.first, unroll=1):
+        if const_expr(plan.own):
+            if ctx.last == end:
+                give_turn(ctx, 0)
+        else:
+            give_turn(ctx, 0)
+        for n in cutlass.range(ctx.last - end + 1, ctx.last - begin, unroll=1):
             at = step(behind, plan.stages)
             wait(ctx.full["k"], at)
             take_turn(ctx)
@@ -203,12 +247,14 @@ def attend(ctx, q_at: Place, behind: Place):
         wait(ctx.full["v"], behind)
         start_output(ctx, out, weights, v, behind.index)
         warpgroup.wait_group(0)
-        if const_expr(plan.workers > 0):
+        if const_expr(plan.workers > 0 or plan.own):
             arrive(ctx.empty["v"], behind)
             behind = step(behind, plan.stages)
     else:
         if const_expr(plan.workers > 0):
             arrive(ctx.empty["q"], q_at)
+    if const_expr(plan.own):
+        behind = pass_by(ctx, thread, behind, ctx.last - begin, begin - ctx.first)
     inverse, lse = finish(ctx, row, peak, total)
     normalise(out, inverse)
     if const_expr(plan.splits):

@@ -19,7 +19,7 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import ITEM_BYTES, labelled
 from jax_fa4.kernels.common.ring import start, step
 from jax_fa4.kernels.common.segments import narrow
-from jax_fa4.kernels.common.tiles import dealt, key_tiles, paired, sectioned, share, up, work_item
+from jax_fa4.kernels.common.tiles import Order, deal_of, dealt, key_tiles, sectioned, share, turned, up, work_item
 from jax_fa4.kernels.sm90.fwd.attend import attend
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
@@ -30,6 +30,7 @@ from jax_fa4.mask import Band
 
 FIRST_PARITY = {"load": 1, "math": 0}  # of a role's first waits
 SECTION_BYTES = 24 << 20  # of K and V that are met together: half of the 50 MB of L2 of an H100 or H200
+TAIL_BYTES = 36 << 20  # of those of a Deal's tail, which is soon over; with 24 shares are less even
 
 
 def layout(plan, rows, depth, stages):
@@ -98,15 +99,17 @@ def place(ctx, work, memory):
     )
 
 
+def lines_in(ctx, size):
+    """Lines whose K and V are so many bytes together."""
+    row = ITEM_BYTES[ctx.plan.dtype] * (ctx.plan.inner + ctx.plan.inner_value)
+    return cutlass.max(size // row // ctx.keys, 1) * ctx.group
+
+
 def item(ctx, index):
     """(tile, head, batch) of the index-th query tile of the call."""
     plan, tiles, lines = ctx.plan, up(ctx.rows, ctx.plan.rows), ctx.lines * ctx.batches
-    if const_expr(plan.workers > 0 and plan.band):
-        tile, line = paired(index, tiles)
-        return tile, line % ctx.lines, line // ctx.lines
     if const_expr(plan.sections):
-        rows = cutlass.max(SECTION_BYTES // (ITEM_BYTES[plan.dtype] * (plan.inner + plan.inner_value)) // ctx.keys, 1)
-        tile, line = sectioned(index, tiles, lines, rows * ctx.group, plan.band, cutlass.min)
+        tile, line = sectioned(index, tiles, lines, lines_in(ctx, SECTION_BYTES), plan.band, cutlass.min)
         return tile, line % ctx.lines, line // ctx.lines
     return work_item(index, tiles, ctx.lines, plan.band)
 
@@ -122,10 +125,14 @@ def work(ctx, memory, role: cutlass.Constexpr):
     plan = ctx.plan
     cta = cute.arch.block_idx()[0]
     q_at, at = start(FIRST_PARITY[role]), start(FIRST_PARITY[role])
-    total = up(ctx.rows, plan.rows) * ctx.lines * ctx.batches
-    hand = 2 if plan.band else 1  # pairs of about the same length, see `paired`
-    for n in cutlass.range(share(total, plan.workers, cta, hand, cutlass.min, cutlass.max), unroll=1):
-        one = place(ctx, item(ctx, dealt(n, plan.workers, cta, hand)), memory)
+    tiles, lines = up(ctx.rows, plan.rows), ctx.lines * ctx.batches
+    tail = cutlass.min(lines_in(ctx, TAIL_BYTES), lines)
+    section = lines_in(ctx, SECTION_BYTES) if plan.sections else None
+    order = Order(tiles, lines, tail, ctx.rows // plan.rows, plan.band, section)
+    deal = deal_of(order, plan.workers)
+    for n in cutlass.range(share(deal, cta, cutlass.min, cutlass.max), unroll=1):
+        tile, line = turned(order, deal, dealt(deal, cta, n, cutlass.min, cutlass.max), cutlass.min, cutlass.max)
+        one = place(ctx, (tile, line % ctx.lines, line // ctx.lines), memory)
         at = meet(role, one, q_at, at)
         q_at = step(q_at, plan.q_stages)
 

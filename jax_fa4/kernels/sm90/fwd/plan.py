@@ -47,6 +47,7 @@ class Plan:
     turns: bool = False  # math warpgroups issue their products in turn, one's exp2 beside the other's products
     overlap: bool = True  # exp2 of a tile also beside its own warpgroup's product of the tile before: registers for P
     held: bool = False  # with `overlap`: exp2 stays in front of the wait for that product, see `hold` in attend
+    own: bool = False  # a warpgroup works on those key tiles only that its own 64 rows see, not on all of the CTA's
     blocks: int = 1  # CTAs of an SM: one's start and end beside the other's work
     workers: int = 0  # CTAs in all, each takes its share of the query tiles, loads run ahead; 0: a CTA for each
     sections: bool = False  # order of query tiles: by length over as many heads as L2 holds; else head by head
