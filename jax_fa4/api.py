@@ -129,8 +129,9 @@ def _flags(o: Options, bias: Any, mask: Any) -> AttentionSpec:
         given, missing = ("query", "key_value") if o.key_value_segment_ids is None else ("key_value", "query")
         raise ValueError(f"{given}_segment_ids is given without {missing}_segment_ids; both are needed")
     spec.check_alignment(o.causal_alignment)
+    sides = spec.band_sides(bool(o.is_causal), o.local_window_size)
     return AttentionSpec(
-        band=spec.band_sides(bool(o.is_causal), o.local_window_size) is not None,
+        band=sides is not None,
         lengths=o.query_seq_lengths is not None or o.key_value_seq_lengths is not None,
         segments=o.query_segment_ids is not None,
         soft_cap=spec.check_soft_cap(o.logits_soft_cap) is not None,
@@ -138,6 +139,7 @@ def _flags(o: Options, bias: Any, mask: Any) -> AttentionSpec:
         bias=bias is not None,
         mask=mask is not None,
         deterministic=bool(deterministic),
+        near=spec.is_near(sides),
     )
 
 

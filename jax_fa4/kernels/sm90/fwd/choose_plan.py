@@ -10,27 +10,34 @@ from jax_fa4.kernels.sm90.fwd.plan import DEPTHS, NATIVE_DEPTHS, SMS, Plan, nati
 from jax_fa4.spec import Problem, Unsupported
 
 _THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
+_THREE_HELD = {**_THREE, "overlap": True, "held": True, "own": True}
 _TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
 _LIGHT = {"chains": 4, "slack": 8.0}
 _AHEAD = {"workers": SMS, "turns": True}
 # (depth of Q and K, of V and O in shared memory, band) -> (longest sequence, fields in place of tiles_for's), the
 # longest ascending; the last serves any length. Measured on an H200, 2026-11-30, 16k tokens in all, at 1k, 4k and 16k
-# (docs/measured/2026-11-30_h200_forward_variants.json); us there, and of cuDNN 9.19 in the same run.
+# (docs/measured/2026-11-30_h200_forward_forms.txt, for the depths 96 and 256 ..._h200_forward_variants.json); us there,
+# and of cuDNN 9.19 in the same run. What each field does: docs/decisions/hopper_forward_forms.md.
 MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 335, 1138, 4354; 361, 1290, 5081
-    (64, 64, False): ((0, {**_THREE, **_AHEAD, "chains": 2}),),
-    # 233, 670, 2410; 238, 721, 2593. At 4k the first: 695; at 1k the second: 269
-    (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE, **_AHEAD, "slack": 8.0})),
-    # 992; 1221 (4k only)
-    (96, 96, False): ((0, {**_THREE, **_AHEAD, "keys": 96}),),
-    # 534; 725 (4k only)
-    (96, 96, True): ((0, {**_THREE, **_AHEAD, "keys": 96}),),
-    # 247, 908, 3551; 284, 982, 3772. At 4k and 16k the first: 927, 3669; at 1k the second: 253
-    (128, 128, False): ((2048, _AHEAD), (0, {"workers": SMS, "sections": True})),
-    # 170, 529, 1810; 194, 581, 2119. At 16k the first: 1983; at 1k and 4k the second: 208, 552
-    (128, 128, True): ((8192, {**_AHEAD, "registers": (40, 232)}), (0, {**_LIGHT, "turns": True})),
+    # 327, 1120, 4324; 384, 1289, 5055. Not held, own or even: 340, 1148, 4329
+    (64, 64, False): ((0, {**_THREE_HELD, **_AHEAD, "chains": 2}),),
+    # 235, 645, 2268; 242, 745, 2672. At 4k the first: 687; at 1k the second: 254
+    (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HELD, **_AHEAD, "slack": 8.0})),
+    # 992; 1221 (4k only, and without `own`)
+    (96, 96, False): ((0, {**_THREE, **_AHEAD, "keys": 96, "own": True}),),
+    # 534; 725 (4k only, and without `own` and even shares)
+    (96, 96, True): ((0, {**_THREE, **_AHEAD, "keys": 96, "own": True}),),
+    # 264, 932, 3535; 291, 1011, 3819. Not held: 937, 3605. In turns: 938, 3577
+    (128, 128, False): ((2048, _AHEAD), (0, {"workers": SMS, "sections": True, "held": True})),
+    # 173, 530, 1806; 201, 593, 2188. At 16k the first: 1944, the second not held 1878; at 4k that: 573
+    (128, 128, True): ((8192, {**_AHEAD, "registers": (40, 232)}), (0, {**_LIGHT, "turns": True, "held": True})),
     # 479; 553 (4k only)
     (256, 256, True): ((0, {**_LIGHT, "turns": True}),),
+}
+# Where each query sees few keys (a narrow window) of many: the causal form of such lengths has tiles that last. Window
+# of 1024 at 16k, same measurement: 312; that form 329, cuDNN 361.
+NEAR_FORMS: dict[tuple[int, int], dict[str, Any]] = {
+    (128, 128): {**_AHEAD, **_LIGHT, "registers": (40, 232), "held": True},
 }
 FEW_QUERIES = 64  # a tile of theirs alone would be half empty
 FEW_TILES = 4 * SMS  # query tiles of 128 rows: few enough for the order of their lengths to decide the time of the call
@@ -102,7 +109,10 @@ def fields_for(problem: Problem, any_shape: bool) -> dict[str, Any]:
         return base
     if shape.tiles is not None and (few := few_tiles_for(shape, spec.band, problem.v)) is not None:
         return base | FEW_FORMS.get((native(problem.d), native(problem.v)), {}) | few
-    measured = MEASURED.get((native(problem.d), native(problem.v), spec.band), ((0, {}),))
+    depths = (native(problem.d), native(problem.v))
+    if shape.tiles is not None and spec.near and depths in NEAR_FORMS:
+        return base | NEAR_FORMS[depths]
+    measured = MEASURED.get((*depths, spec.band), ((0, {}),))
     for longest, fields in measured:
         if longest == 0 or (shape.keys is not None and shape.keys <= longest):
             return base | fields
@@ -110,11 +120,15 @@ def fields_for(problem: Problem, any_shape: bool) -> dict[str, Any]:
 
 
 def stand_ins(problem: Problem) -> list[Problem]:
-    """Problems of this kind, whatever its shapes, that have among them every plan that shapes can choose."""
+    """Problems of this kind, whatever its shapes, that have among them every plan that shapes can choose; of a band
+    also the narrow ones."""
     shapes = [(1, 1, LONG, 8), (1, 1024, 1024, 8), (1, 2 * LONG, 2 * LONG, 1)]  # few queries, few tiles, and long keys
     lengths = {longest or 1 << 16 for forms in MEASURED.values() for longest, _ in forms}
     shapes += [(64, length, length, 16) for length in sorted(lengths)]
-    return [replace(problem, b=b, t=t, s=s, n=n, k=n) for b, t, s, n in shapes]
+    made = [replace(problem, b=b, t=t, s=s, n=n, k=n) for b, t, s, n in shapes]
+    if problem.spec.band:
+        made.append(replace(made[-1], spec=replace(problem.spec, near=True)))
+    return made
 
 
 def choose(problem: Problem, any_shape: bool = False) -> Plan:

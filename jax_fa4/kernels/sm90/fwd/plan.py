@@ -83,7 +83,7 @@ class Plan:
     @property
     def form(self) -> tuple[str, ...]:
         """In words, what tells plans of one kind apart."""
-        named = ("packed", "splits", "sections", "turns", "workers")
+        named = ("packed", "splits", "sections", "turns", "held", "own", "workers")
         return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)))
 
     @property
