@@ -1,8 +1,10 @@
 """Many schedules of the Blackwell backward in the emulator: `python tests/seeds_sm100_bwd.py --seeds 20 --minutes 15`.
 
-Every case of the list runs under every seed: all three kernels, no finding, dQ, dK and dV within the error rule. Then
-the deterministic form under seeds that order key tiles adversely must give the same bits, and the other form must not.
-What was done, also where time ended it, is written to docs/measured; with names, what else stands there stays.
+First bits: every kind of deterministic form, of single CTAs, of pairs and of sweeps, under seeds that order key tiles
+adversely must give the same ones, and forms without an order must not. Then every case of the list under every seed:
+all kernels, no finding, dQ, dK and dV within the error rule. What was done, also where time ended it, is written to
+docs/measured after each case, with a digest of the PTX: the next run goes on where this one ended, and from the start
+where the PTX is another one.
 """
 
 from __future__ import annotations
@@ -10,19 +12,23 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 OUT = ROOT / "docs" / "measured" / "sm100_backward_seeds.json"
 
+from emulated import ptx_of  # noqa: E402
 from problems import BY_NAME, Case  # noqa: E402
+from verifier.ledger import ptx_digest  # noqa: E402
 
 SMALL = {"b": 1, "n": 1, "k": 1}
 FULL = [(1, 1), (64, 65), (127, 129), (128, 128), (1, 300), (200, 1), (130, 257)]
@@ -68,101 +74,134 @@ DEPTHS = [
     Case("d136_16", t=130, s=140, d=136, v=16, **SMALL),
     Case("d64_192", t=130, s=70, d=64, v=192, **SMALL),
 ]
-CASES = [*(Case(f"len_{t}x{s}", t=t, s=s, **SMALL) for t, s in FULL), *BANDS, *LENGTHS, *KINDS, *DEPTHS]
-# Four key tiles add to each query tile; of pairs three, as two numbers have one sum.
-ORDERED = Case("many_keys", t=64, s=450, **SMALL)
-ORDERED_PAIR = Case("many_keys_pair", t=64, s=600, d=128, **SMALL)
-ORDERED_CAUSAL = replace(BY_NAME["causal_1000"], name="many_keys_causal", t=300, s=300)
+WIDE = [
+    Case("wide_full", t=150, s=140, d=256, q_lens=(140,), kv_lens=(130,), **SMALL),
+    Case("wide_short", b=2, t=33, s=64, n=2, k=1, d=256, q_lens=(33, 20), kv_lens=(64, 1)),
+    Case("wide_causal", t=140, s=270, d=256, causal=True, **SMALL),
+    Case("wide_window", t=150, s=150, d=256, window=(20, 10), **SMALL),
+    Case("wide_segments", t=130, s=150, d=256, segments=3, **SMALL),
+    Case("wide_cap", t=65, s=140, d=256, v=136, soft_cap=3.0, **SMALL),
+    Case("wide_d192", t=130, s=130, d=192, v=192, **SMALL),
+]
+CASES = [*(Case(f"len_{t}x{s}", t=t, s=s, **SMALL) for t, s in FULL), *BANDS, *LENGTHS, *KINDS, *DEPTHS, *WIDE]
+# Key tiles that add to a query tile: four; of pairs three, as two numbers have one sum. `copies`: to four copies of dQ,
+# as they start at other queries. Sweeps add nothing up, and have one form, which is deterministic.
+ORDERED = [
+    Case("many_keys", t=64, s=450, **SMALL),
+    Case("many_keys_copies", t=130, s=390, **SMALL),
+    replace(BY_NAME["causal_1000"], name="many_keys_causal", t=300, s=300),
+    Case("many_keys_pair", t=64, s=600, d=128, **SMALL),
+    Case("many_keys_pair_copies", t=129, s=513, d=128, **SMALL),
+    Case("wide_many", t=140, s=300, d=256, **SMALL),
+]
+ONE_FORM = ("wide_many",)
+LOOSE = 8  # seeds of a form without an order
 
 
-LOOSE = 8  # seeds of the form without an order
+def tests_of(case: Case) -> ModuleType:
+    """The emulator's tests of the plan that the case is for."""
+    name = "_wide" if case.name.startswith("wide") else "_pair" * ("_pair" in case.name)
+    return importlib.import_module(f"test_emulated_sm100_bwd{name}")
 
 
-def passes_each(case: Case, seeds: range, until: float, passes: Callable) -> dict:
-    """How many seeds passed before time ended, and the first failure's text."""
-    start, done, wrong = time.time(), 0, []
-    for seed in seeds:
+def plan_of(case: Case, dtype: str = "bfloat16", ordered: bool = False) -> Any:
+    fields = {} if case.name.startswith("wide") else {"ordered": ordered}
+    return tests_of(case).plan_of(case, dtype, **fields)
+
+
+def dtype_of(seed: int) -> str:
+    return "float16" if seed % 2 else "bfloat16"
+
+
+def bits_of(case: Case, seed: int, ordered: bool) -> bytes:
+    """What a call leaves in dQ, its float32 sums, dK and dV."""
+    import test_emulated_sm100_bwd_pair as pairs
+
+    tests, plan = tests_of(case), plan_of(case, ordered=ordered)
+    if case.name.startswith("wide"):
+        return tests.bits(pairs.backward(plan, case, seed, bind=tests.bind, resident=2 + 2 * (seed % 3))[2])
+    return tests.bits(tests.backward(plan, case, seed, resident=2 + 2 * (seed % 3))[2])
+
+
+def gone_on(have: dict | None, plans: list[Any], empty: dict) -> dict:
+    """What the file has of a case if its PTX is today's, else nothing: schedules of other kernels say nothing."""
+    digest = " ".join(ptx_digest(ptx_of(plan)) for plan in plans)
+    return have if have is not None and have.get("ptx") == digest else empty | {"ptx": digest}
+
+
+def compare(report: dict, case: Case, ordered: bool, seeds: int, until: float) -> None:
+    """How many different results the seeds gave, into the report; those of the case that it has are not run again."""
+    name = f"{case.name}, {'' if ordered else 'not '}deterministic"
+    empty = {"deterministic": ordered, "seeds": 0, "different results": 0, "results": {}}
+    one = report["bits"][name] = gone_on(report["bits"].get(name), [plan_of(case, ordered=ordered)], empty)
+    for seed in range(one["seeds"], seeds):
+        if time.time() > until:
+            break
+        made = hashlib.sha256(bits_of(case, seed, ordered)).hexdigest()[:16]
+        one["results"][made] = one["results"].get(made, 0) + 1
+        one |= {"seeds": one["seeds"] + 1, "different results": len(one["results"])}
+    print(name, {key: one[key] for key in ("seeds", "different results")}, flush=True)
+
+
+def run_case(report: dict, case: Case, seeds: int, until: float) -> None:
+    """How many seeds passed before time ended, and the failures' texts, into the report; likewise."""
+    empty: dict = {"seeds": 0, "failed": [], "seconds": 0.0}
+    plans = [plan_of(case, dtype) for dtype in ("bfloat16", "float16")[:seeds]]
+    one = report["cases"][case.name] = gone_on(report["cases"].get(case.name), plans, empty)
+    start = time.process_time()
+    for seed in range(one["seeds"] + len(one["failed"]), seeds):
         if time.time() > until:
             break
         try:
-            passes(case, "float16" if seed % 2 else "bfloat16", seed, resident=1 + seed % 4)
-            done += 1
+            resident = 2 + 2 * (seed % 3) if case.name.startswith("wide") else 1 + seed % 4
+            tests_of(case).passes(case, dtype_of(seed), seed, resident=resident)
+            one["seeds"] += 1
         except AssertionError as error:
-            wrong.append(f"seed {seed}: {str(error)[:300]}")
-    return {"seeds": done, "failed": wrong, "seconds": round(time.time() - start, 1)}
+            one["failed"].append(f"seed {seed}: {str(error)[:300]}")
+    one["seconds"] = round(one["seconds"] + time.process_time() - start, 1)
+    print(case.name, {key: one[key] for key in ("seeds", "failed", "seconds")}, flush=True)
 
 
-def bits_each(case: Case, seeds: range, until: float, run: Callable, deterministic: bool) -> dict:
-    """How many different results (float32 dQ before rounding, dQ, dK, dV, bit by bit) the seeds gave."""
-    found: dict[str, int] = {}
-    for seed in seeds:
-        if time.time() > until:
-            break
-        made = hashlib.sha256(run(case, seed, deterministic)).hexdigest()[:16]
-        found[made] = found.get(made, 0) + 1
-    return {"deterministic": deterministic, "seeds": sum(found.values()), "different results": len(found)}
-
-
-def bits_of(case: Case, seed: int, deterministic: bool) -> bytes:
-    """What a call leaves in dQ, its float32 sums, dK and dV."""
-    import test_emulated_sm100_bwd as single
-    import test_emulated_sm100_bwd_pair as pairs
-
-    if case is ORDERED_PAIR:
-        return pairs.bits(pairs.backward(pairs.plan_of(case, ordered=deterministic), case, seed, resident=6)[2])
-    return single.bits(single.backward(single.plan_of(case, deterministic=deterministic), case, seed, resident=4)[2])
-
-
-def compared(report: dict, wanted: list[str], orders: int, until: float) -> None:
-    """The comparisons of bits that `wanted` names, into the report."""
-    for case in (ORDERED_PAIR, ORDERED, ORDERED_CAUSAL):
-        if not {"bits", case.name} & {*wanted}:
-            continue
-        for deterministic, seeds in ((True, orders), (False, LOOSE)):
-            name = f"{case.name}, {'deterministic' if deterministic else 'not deterministic'}"
-            report["bits"][name] = bits_each(case, range(seeds), until, bits_of, deterministic)
-            print(name, report["bits"][name], flush=True)
+def save(report: dict, out: Path) -> None:
+    """With the sums."""
+    cases, bits = report["cases"].values(), report["bits"].values()
+    failed = sum(len(c["failed"]) for c in cases) + sum(x["deterministic"] and x["different results"] > 1 for x in bits)
+    runs = sum(c["seeds"] for c in cases)
+    report["total"] = {"cases": len(CASES), "fewest seeds": min((c["seeds"] for c in cases), default=0), "runs": runs}
+    report["total"] |= {"failed": failed}
+    out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> int:
-    import test_emulated_sm100_bwd as tests
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="cases, or `bits` or one of its cases; all of them without any")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--orders", type=int, default=50, help="seeds of the comparison of bits")
     parser.add_argument("--minutes", type=float, default=15)
-    parser.add_argument("--out", type=Path, default=OUT, help="the file to write")
+    parser.add_argument("--out", type=Path, default=OUT, help="the file to write, and to go on with")
     args = parser.parse_args()
     until = time.time() + 60 * args.minutes
-    old = json.loads(args.out.read_text()) if args.names and args.out.exists() else {}
+    old = json.loads(args.out.read_text()) if args.out.exists() else {}
     wanted = args.names or ["bits", *(case.name for case in CASES)]
     report: dict = {
-        "what": "Blackwell backward (one CTA a key tile; bits of pairs too), emulated; no Blackwell card has run it",
-        "commands": [*old.get("commands", []), " ".join(["python tests/seeds_sm100_bwd.py", *sys.argv[1:]])],
+        "what": "Blackwell backward, emulated; no Blackwell card has run it",
+        "command": " ".join(["python tests/seeds_sm100_bwd.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "numpy")},
-        "bits": old.get("bits", {}),
-        "cases": old.get("cases", {}),
+        "bits": {name: x for name, x in old.get("bits", {}).items() if "ptx" in x},
+        "cases": {name: x for name, x in old.get("cases", {}).items() if "ptx" in x},
     }
-    compared(report, wanted, args.orders, until)
+    for case in (case for case in ORDERED if {"bits", case.name} & {*wanted}):
+        for ordered, seeds in ((True, args.orders), (False, LOOSE))[: 1 if case.name in ONE_FORM else 2]:
+            if time.time() < until:
+                compare(report, case, ordered, seeds, until)
+                save(report, args.out)
     for case in (case for case in CASES if case.name in wanted):
-        report["cases"][case.name] = passes_each(case, range(args.seeds), until, tests.passes)
-        print(case.name, report["cases"][case.name], flush=True)
-    save(report, args.seeds, args.out)
-    return 1 if report["total"]["failed"] else 0
-
-
-def save(report: dict, seeds: int, out: Path) -> None:
-    """With the sums, and without the cases that time left out."""
-    report["cases"] = {name: case for name, case in report["cases"].items() if case["seeds"] or case["failed"]}
-    done = [c for c in report["cases"].values() if c["seeds"] == seeds]
-    report["total"] = {"cases": len(CASES), "with all seeds": len(done)}
-    report["total"] |= {"runs": sum(c["seeds"] for c in report["cases"].values())}
-    failed = sum(len(c["failed"]) for c in report["cases"].values())
-    report["total"] |= {"failed": failed}
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(report["total"])
+        if time.time() < until:
+            run_case(report, case, args.seeds, until)
+            save(report, args.out)
+    print(report.get("total"))
+    return int(report.get("total", {"failed": 1})["failed"] > 0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 
 
 def plan_of(case, dtype="bfloat16", **fields):
-    spec = replace(case.spec, deterministic=fields.pop("deterministic", False))
+    spec = replace(case.spec, deterministic=fields.pop("deterministic", fields.pop("ordered", False)))
     problem = Problem(spec, case.b, case.t, case.s, case.n, case.k, case.d, case.v, dtype, "bwd")
     return replace(choose(problem), **fields)
 

@@ -4,8 +4,9 @@ CTAs, or pairs of them, take key tiles in the order of work, an SM holds one. A 
 of the unit that is busiest by the counts of tests/test_counted_sm100_bwd*.py. Its dQ then leaves: in the ordered form
 when those before it in turn have added theirs. A turn is given up when the next step has begun to add, or at once by
 whoever must wait; the next one hears of it when the additions are complete and the news has gone through L2. Either
-form ends a tile when its additions are complete. Copies of dQ beyond the first cost what zeroing and reading them
-takes. Nothing here was measured on Blackwell: the way through L2 is an assumption, and is swept.
+form ends a tile when its additions are complete. Without an order dQ's workspace is zeroed before, and read behind;
+with one who is first stores, so nothing is zeroed, and all copies of dQ are read. Nothing here was measured on
+Blackwell: the way through L2 is an assumption, and is swept.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Unit:
 
 
 # By depth, of a pair of CTAs and of one
-UNITS = {(64, False): Unit(2440, 512, 2), (128, False): Unit(4104, 1024, 4), (128, True): Unit(3336, 512, 4, 2)}
+UNITS = {(64, False): Unit(2248, 512, 2), (128, False): Unit(3912, 1024, 4), (128, True): Unit(3336, 512, 4, 2)}
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,12 @@ def ordered(call: Call, work: Work, latency: int, sms: int) -> float:
         if before is not None:
             before[1].append(complete + (1 - DONE) * latency)
         heapq.heapreplace(ends, max(made, complete))
-    return max(ends) + extra(call)
+    return max(ends)
 
 
-def extra(call: Call) -> float:
-    """Clocks of the copies of dQ beyond the first, zeroed and read at the speed of device memory."""
-    return 2 * ((call.copies or call.extents["C"]) - 1) * 4 * call.heads * call.length * call.depth / MEMORY
+def workspace(call: Call, zeroed: int, read: int) -> float:
+    """Clocks in which so many copies of dQ in float32 are zeroed and read, at the speed of device memory."""
+    return (zeroed + read) * 4 * call.heads * call.length * call.depth / MEMORY
 
 
 def calls() -> list[Call]:
@@ -188,10 +189,14 @@ def table(latencies: list[int], sms: int, chosen: list[Call]) -> list[dict]:
     for call in chosen:
         for name, order in ORDERS.items():
             one = call if name == "as it is" else replace(call, copies=1)
-            ratios = {n: round(not_ordered(call, n, sms) / ordered(one, order(one), n, sms), 2) for n in latencies}
             copies = one.copies or one.extents["C"]
-            rows.append({"call": call.name, "order": name, "copies": copies, "ratio": ratios})
-            print(f"{call.name:42} {name:24} copies {copies} {ratios}", flush=True)
+            before, after = workspace(call, zeroed=1, read=1), workspace(call, zeroed=0, read=copies)
+            ratios, alone = {}, {}
+            for n in latencies:
+                loose, tight = not_ordered(call, n, sms), ordered(one, order(one), n, sms)
+                ratios[n], alone[n] = round((loose + before) / (tight + after), 2), round(loose / tight, 2)
+            rows.append({"call": call.name, "order": name, "copies": copies, "ratio": ratios, "main kernel": alone})
+            print(f"{call.name:42} {name:24} copies {copies} {ratios} {alone}", flush=True)
     return rows
 
 

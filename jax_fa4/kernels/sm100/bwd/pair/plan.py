@@ -291,9 +291,9 @@ def bind(plan: PairPlan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ..
 def worth(problem: Problem) -> bool:
     """Whether a pair is expected to be faster than two CTAs. Lengths must not decide: an object serves all of them.
 
-    A tile at depth 128 takes 3336 clocks of shared memory, fills and statistics included, where a CTA alone takes 4104,
+    A tile at depth 128 takes 3336 clocks of shared memory, fills and statistics included, where a CTA alone takes 3912,
     and that bounds either form (tests/test_counted_*; emulator, 2026-11-30). So a pair gains where its 256 keys are
-    seen by the queries that one half sees: 1.23 with many key tiles, 0.92 with three, as the fourth is empty. Under a
+    seen by the queries that one half sees: 1.17 with many key tiles, 0.88 with three, as the fourth is empty. Under a
     band or with segments it visits every query tile that either half sees; how many more these are is a run-time matter
     (1.06 of aligned causal at 2k, half as many again of a narrow window): not chosen there.
     """
