@@ -183,6 +183,15 @@ def test_orders_that_are_not_ascending(case):
     assert copies == {"shifted": 4, "both_ways": 2}[case.name] and memory["turns"].any((0, 1, 2)).all(), "all are used"
 
 
+def test_what_nobody_adds_to_is_zero():
+    """Whoever is first in turn stores, so the workspace holds anything where nobody was: queries that see no key."""
+    case = Case("unseen", b=2, t=140, s=70, n=1, k=1, window=(2, 2), q_lens=(140, 120))
+    plan, memory = passes(case, seed=1, deterministic=True)
+    taken = memory["turns"][:, 0, :].sum(-1) > 0
+    assert taken.tolist() == [[True, False], [True, False]]
+    assert (memory["dq"][:, plan.tile :] == 0).all() and not (memory["dq"][:, :64] == 0).all()
+
+
 @pytest.mark.prove
 def test_only_ordered_gives_the_same_bits_in_many_schedules():
     case = Case("many keys", b=1, t=140, s=700, n=2, k=1, d=64)
