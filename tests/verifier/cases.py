@@ -9,7 +9,7 @@ from typing import Any
 
 from launch import Launch, launches
 
-from jax_fa4.kernels.sm100.fwd.plan import Plan, bind
+from jax_fa4.kernels.sm100.fwd.plan import Plan, Share, bind
 from jax_fa4.mask import UNBOUNDED
 from verifier import run
 from verifier.describe import ideal_exponentials, never_moved
@@ -84,6 +84,10 @@ EQUAL = {
     "equal, two blocks": Case(forward(**TWIN), RESCALE, FEW, equal=True),
     "equal, two blocks, not rescaled": Case(forward(**TWIN), SKIP, FEW, equal=True),
     "equal, D 128, two blocks": Case(forward(128, **TWIN), RESCALE, FEW, equal=True),
+    # the form and the share of a call without a mask, on one CTA
+    "equal, float16, persistent, one block": Case(
+        forward(dtype="float16", workers=1, share=Share(8, 4, 1), **TWIN), RESCALE, {**FEW, "S": 128}, equal=True
+    ),
 }
 # Asked too, with no verdict that a test may rest on.
 OPEN = {

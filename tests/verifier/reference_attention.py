@@ -12,4 +12,4 @@ def reference(q, k, v, ints):
     p = (s * (12102203 / 67108864)).exp2()
     total = p.sum(1, keepdim=True)
     out = (p @ v.reshape(v.shape[1], d).float()) / total
-    return out.bfloat16().reshape(b, t, n, d), total.log().reshape(b, n, t)
+    return out.to(q.dtype).reshape(b, t, n, d), total.log().reshape(b, n, t)
