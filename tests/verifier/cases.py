@@ -12,7 +12,7 @@ from launch import Launch, launches
 from jax_fa4.kernels.sm100.fwd.plan import Plan, Share, bind
 from jax_fa4.mask import UNBOUNDED
 from verifier import run
-from verifier.describe import ideal_exponentials, never_moved
+from verifier.describe import by_comparison, ideal_exponentials, never_moved, normal
 
 SKIP, RESCALE = True, False  # the branch around the rescale is taken, or not
 HERE = Path(__file__).parent
@@ -112,9 +112,12 @@ def launched(case: Case, ptx: str | None = None) -> Launch:
 
 
 def ideal(case: Case, ptx: str) -> str:
-    """What equality is asked of: exact exponentials; and where an arm skips all rescales, the values leading to it."""
+    """What equality is asked of: exact exponentials; and where an arm skips all rescales, the values leading to it.
+    With a mask, comparisons in place of the bits of words."""
     if case.plan.share is not None:
         ptx = ideal_exponentials(ptx, case.plan.share.degree)
+    if case.plan.band:
+        ptx = by_comparison(normal(ptx))
     return never_moved(ptx, case.plan.lazy) if case.arm is SKIP else ptx
 
 

@@ -19,16 +19,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 OUT = ROOT / "docs" / "measured" / "sm100_equality.json"
 
 
-def entry(case, verdict) -> dict:
+def entry(case, verdict, ptx) -> dict:
     """What is recorded of a verdict."""
-    from verifier import cases, ledger
+    from verifier import ledger
 
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {p: importlib.metadata.version(p) for p in ("sentryward", "nvidia-cutlass-dsl")},
         "asked": "equality" if case.equal else "safety",
         "case": {**asdict(case), "sizes": case.sizes, "values": case.values},
-        "ptx": ledger.ptx_digest(cases.built(case.plan)),
+        "ptx": ledger.ptx_digest(ptx),
         "verdict": asdict(verdict),
     }
 
@@ -48,8 +48,11 @@ def main() -> None:
     found = json.loads(OUT.read_text()) if OUT.exists() else {}
     for name in args.names or every:
         case = every[name]
-        verdict = (gradients if name in backward else cases).judge(case, timeout=args.timeout)
-        found[name] = entry(case, verdict)
+        if name in backward:
+            verdict, ptx = gradients.judge(case, timeout=args.timeout), gradients.text(case)
+        else:
+            verdict, ptx = cases.judge(case, timeout=args.timeout), cases.built(case.plan)
+        found[name] = entry(case, verdict, ptx)
         OUT.write_text(json.dumps(found, indent=1, default=str) + "\n")
         print(f"{name}: {verdict}", flush=True)
 
