@@ -1,11 +1,12 @@
 """The Blackwell backward makes the gradients of attention, over the real numbers; wrong kernels are not proved to."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 from micro import build
-from verifier import gradients, run
+from verifier import cases, gradients, ledger, measure, run
 from verifier.describe import one_by_one
 from verifier.mutate import edit
 from verifier.told import without_additions
@@ -91,3 +92,15 @@ def test_a_wrong_small_kernel_is_not_proved(name):
     case = gradients.EQUAL[which]
     verdict = gradients.judge(case, wrong(gradients.text(case)))
     assert verdict.result == "equivalence_not_proven", verdict
+
+
+@pytest.mark.prove
+def test_recorded_verdicts_are_of_todays_kernels():
+    """The committed file, for both passes; `python tests/verifier/measure.py NAME` judges again."""
+    recorded = json.loads(measure.OUT.read_text())
+    today = {name: cases.built(case.plan) for name, case in cases.EQUAL.items()}
+    today |= {name: gradients.text(case) for name, case in gradients.EQUAL.items()}
+    assert set(today) <= set(recorded), set(today) - set(recorded)
+    for name, ptx in today.items():
+        assert recorded[name]["verdict"]["result"] == "verified", name
+        assert recorded[name]["ptx"] == ledger.ptx_digest(ptx), f"{name}: another PTX was judged"
