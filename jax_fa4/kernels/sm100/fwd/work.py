@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.parts import ITEM_BYTES
 from jax_fa4.kernels.common.ring import Place
-from jax_fa4.kernels.common.tiles import dealt, sectioned, share, up, work_item
+from jax_fa4.kernels.common.tiles import sectioned, up, work_item
 from jax_fa4.kernels.sm100.fwd.mask import halves, visited
 from jax_fa4.mask import Band
 
@@ -75,17 +75,23 @@ def place(ctx, index, given):
     )
 
 
+def _share(total, workers, worker):
+    """How many of `total` items fall to a worker, dealt one by one: 0, 1, 2, 0, 1, 2."""
+    rounds = total // workers
+    return rounds + cutlass.min(cutlass.max(total - rounds * workers - worker, 0), 1)
+
+
 @cute.jit
 def work(ctx, given, role: cutlass.Constexpr):
     """A role's part of all pairs of this CTA."""
     plan = ctx.plan
     cta = cute.arch.block_idx()[0]
     total = up(ctx.length, plan.span) * ctx.lines * ctx.batches
-    mine = share(total, plan.workers, cta, 1, cutlass.min, cutlass.max)
+    mine = _share(total, plan.workers, cta)
     uses, first, second = Int32(0), Int32(0), Int32(0)
     for n in cutlass.range(mine, unroll=1):
         earlier = replace(ctx, turn=n, turns=mine, uses=uses, rounds=(first, second))
-        one = place(earlier, dealt(n, plan.workers, cta, 1), given)
+        one = place(earlier, n * plan.workers + cta, given)
         role(one)
         uses = uses + 2 * one.blocks
         first, second = first + one.blocks - one.lead, second + one.blocks - one.trail
