@@ -117,6 +117,7 @@ def test_backward_at_other_depths(case):
 def test_warps_of_a_warpgroup_wait_for_one_anothers_slopes(case):
     """Nothing in PTX says that a wgmma waits for all four warps: dQ reads dS that they have laid down."""
     plan = plan_of(case)
+    plan = plan if plan.apart else replace(plan, turns=True)
     assert plan.turns != plan.apart, "the two forms that have such a wait"
     backward(plan, case)
 
@@ -164,7 +165,8 @@ VARIANTS = [
     {"rows": 64, **IN_STEP, "lagged": True, "direct": True, "parts": 0},
     {"rows": 64, "parts": 1, "workers": 0, "dependent": True},
     {"workers": 3, "deterministic": True, "section": 1},
-    {"rows": 128, **IN_STEP, "workers": 3},
+    {"rows": 128, "turns": False, "workers": 3, "late": True, "kept": 4},
+    {"rows": 64, "values_first": True, "early": True, "late": True, "workers": 0},
     FINISHES | {"section": 1},
     FINISHES | {"clears": True},
     {"each_lane": True},

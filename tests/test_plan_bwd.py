@@ -1,5 +1,6 @@
 """The Hopper backward as data, no compiler: visits and turns against mask.visible, launches on ints, forms by depth."""
 
+import heapq
 import itertools
 from dataclasses import replace
 
@@ -124,6 +125,40 @@ def test_a_section_fits_the_l2_it_may_fill():
     assert section_of(replace(plan, section=0), 1, 1, 1) == 1
 
 
+# (queries and keys, query heads, key heads, examples), causal: CTAs wait for the last one for 1.03 of the mean time
+BALANCED = [(1024, 16, 16, 16), (4096, 16, 16, 4), (4096, 32, 4, 4), (16384, 16, 16, 1), (16384, 32, 4, 1)]
+
+
+def time_of_all(plan, length, heads, kv_heads, batch, section):
+    """When the last CTA ends, of the mean: each takes the next tile when it is done with one. A tile of keys takes a
+    step for each 64 queries that see it, of each head, and one and a half around them."""
+    tiles, group = up(length, plan.keys), heads // kv_heads
+    free = [0.0] * plan.workers
+    total = 0.0
+    for i in range(tiles * kv_heads * batch):
+        tile, _ = sectioned(i, tiles, kv_heads * batch, section, plan.ordered)
+        took = group * (length - tile * plan.keys) / plan.rows + 1.5
+        total += took
+        heapq.heapreplace(free, free[0] + took)
+    return max(free) * plan.workers / total
+
+
+@pytest.mark.parametrize("length, heads, kv_heads, batch", BALANCED)
+def test_a_causal_call_ends_on_all_ctas_at_about_the_same_time(length, heads, kv_heads, batch):
+    plan = replace(select(problem(128, band=True), "sm_90a"), workers=132, section=0)
+    tiles = up(length, plan.keys)
+    section = section_of(plan, up(length, plan.rows), tiles, heads // kv_heads)
+    assert section * tiles <= max(plan.workers, tiles), "more data in use than head by head"
+    assert time_of_all(plan, length, heads, kv_heads, batch, section) < 1.03
+
+
+def test_head_by_head_a_causal_call_waits_for_one_cta():
+    """What the order avoids: the last head's longest tile starts late, and with groups of heads it is long."""
+    plan = replace(select(problem(128, band=True), "sm_90a"), workers=132)
+    assert time_of_all(plan, 4096, 32, 4, 4, 1) > 1.25
+    assert time_of_all(plan, 1024, 16, 16, 16, 1) > 1.05
+
+
 DEPTHS = [(d, v) for d in range(8, 257, 8) for v in (d, 8, 64, 128, 200, 256)] + [(192, 128)]
 
 
@@ -244,7 +279,19 @@ def test_dk_and_dv_share_places_only_in_one_swizzle():
     assert Plan("bfloat16", 64, 64, rows=128, workers=3).places == 1 + 1
 
 
-def test_short_full_calls_at_depth_128_take_tickets():
-    """H200, 2026-11-30: 448 TFLOP/s against 431 at 1k; 569 against 578 at 16k."""
+def test_full_calls_at_depth_128_are_in_step_and_causal_ones_in_turns():
+    """H200, 2026-11-30, TFLOP/s at 4k: full 595 against 562, causal 508 against 493."""
     kind = Problem(AttentionSpec(), 16, 1024, 1024, 16, 16, 128, 128, "bfloat16", "bwd")
-    assert select(kind, "sm_90a").workers and not select(replace(kind, t=16384, s=16384), "sm_90a").workers
+    for length in (1024, 16384):
+        full, causal = (
+            select(replace(kind, t=length, s=length, spec=AttentionSpec(band=band)), "sm_90a") for band in (False, True)
+        )
+        assert full.workers and full.kept == 2 and not full.turns
+        assert causal.turns and bool(causal.workers) == (length < 8192) == (not causal.early)
+
+
+def test_kinds_that_were_not_timed_keep_what_registers_hold():
+    kind = Problem(AttentionSpec(soft_cap=True), 16, 1024, 1024, 16, 16, 128, 128, "bfloat16", "bwd")
+    for other in (kind, replace(kind, d=64, v=64), replace(kind, spec=AttentionSpec(segments=True))):
+        plan = select(other, "sm_90a")
+        assert plan.turns and not (plan.kept or plan.late or plan.early or plan.values_first), plan

@@ -44,7 +44,7 @@ WIDE = (
 # Few queries: heads that share keys fill a tile and half of the next, and CTAs share the keys.
 FEW = (
     Case("few", b=1, t=25, s=1100, n=8, k=1, d=128, kv_lens=(1090,)),
-    Case("few", b=2, t=24, s=700, n=8, k=1, d=128, kv_lens=(690, 370), spread=3.0),
+    Case("few", b=2, t=24, s=700, n=8, k=1, d=128, kv_lens=(690, 300), spread=3.0),
 )
 # Several query tiles for one CTA of a persistent grid; one example without keys, and others behind it.
 MANY = (
@@ -53,11 +53,7 @@ MANY = (
 )
 GRADIENT = (
     Case("gradient", b=1, t=200, s=200, n=1, k=1, d=64, q_lens=(150,), kv_lens=(190,)),
-    Case("gradient", b=2, t=390, s=128, n=1, k=1, d=64, q_lens=(390, 100), kv_lens=(128, 128)),
-)
-GRADIENT_PAIR = (
-    Case("gradient", b=1, t=200, s=300, n=1, k=1, d=128, q_lens=(150,), kv_lens=(290,)),
-    Case("gradient", b=1, t=390, s=300, n=1, k=1, d=128, q_lens=(390,), kv_lens=(290,)),
+    Case("gradient", b=1, t=390, s=128, n=1, k=1, d=64, q_lens=(390,), kv_lens=(128,)),
 )
 # The last step of a sweep is a product of its own: its tile is nearly full, or most of the product would be of zeros.
 GRADIENT_DEEP = (
@@ -71,7 +67,7 @@ GRADIENT_MANY = (
 )
 GRADIENT_CAUSAL = (
     Case("gradient causal", b=1, t=160, s=200, n=2, k=1, d=128, causal=True, kv_lens=(150,)),
-    Case("gradient causal", b=1, t=300, s=150, n=1, k=1, d=128, causal=True, bottom_right=True, q_lens=(290,)),
+    Case("gradient causal", b=1, t=300, s=150, n=1, k=1, d=128, causal=True, bottom_right=True, kv_lens=(150,)),
 )
 SIZES = ("b", "t", "s", "n", "k")
 
@@ -209,7 +205,7 @@ def kernels() -> Iterator[tuple[str, Callable[[str], Subject]]]:
     for kind, both, form in (
         ("D 64, ragged", GRADIENT, blackwell_bwd),
         ("D 128, causal", GRADIENT_CAUSAL, blackwell_bwd),
-        ("D 128, pair", GRADIENT_PAIR, bwd_pair),
+        ("D 128, pair", at_depth(GRADIENT, 128, s=300, kv_lens=(290,)), bwd_pair),
         ("D 256, wide", GRADIENT_DEEP, bwd_wide),
     ):
         yield f"Blackwell backward, {kind}", partial(blackwell_backward, both, form)

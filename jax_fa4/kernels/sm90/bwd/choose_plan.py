@@ -10,19 +10,20 @@ from jax_fa4.spec import Problem, Unsupported
 
 SMS = 132  # of an H100 or H200; another number only changes how long the last tiles of a call take
 _WORKERS = {"workers": SMS}
+_STEP = _WORKERS | {"turns": False, "late": True}  # in step, dQ told of late
 # (128 queries a step, band, ordered) -> (longest sequence, fields beside form_for's and `turns`), the longest
-# ascending; the last serves any length. TFLOP/s at 1k, 4k and 16k, 16k tokens in all, and of cuDNN 9.19 in the same
-# run (H200, 2026-11-30, docs/measured/2026-11-30_h200_backward_rounds.txt).
+# ascending; the last serves any length. TFLOP/s at 1k, 4k and 16k, 16k tokens in all, and of cuDNN 9.19 and
+# FlashAttention-4's own kernels in the same run (H200, 2026-11-30, docs/measured/2026-11-30_h200_backward_kept.txt;
+# ordered: 2026-11-30_h200_backward_rounds.txt).
 MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 430, 525, 578; cuDNN 326, 402, 439. Without workers 417 at 1k, with them 536 at 16k
-    (True, False, False): ((2048, _WORKERS), (0, {})),
-    # 312, 468, 550; cuDNN 219, 340, 408. Without workers 285, 449, 533
-    (True, True, False): ((0, _WORKERS),),
-    # 446, 541, 594; cuDNN 386, 505, 533. With workers 446, 535, 564. Samples in an order that moves on
-    # (2026-11-30_h200_aside.txt): 431, 537, 578; with workers 448, 535, 569
-    (False, False, False): ((2048, _WORKERS), (0, {})),
-    # 337, 484, 575; cuDNN 268, 419, 529. Without workers 327, 476; with them 550 at 16k
-    (False, True, False): ((8192, _WORKERS), (0, {})),
+    # 442, 530; cuDNN 297, 399, its own 417, 515. In turns 424 at 1k; in step 516 at 4k
+    (True, False, False): ((2048, _STEP), (0, {})),
+    # 313, 478; cuDNN 207, 337, its own 312, 461. In turns 307 at 1k; in step 464 at 4k; not late 305, 471
+    (True, True, False): ((2048, _STEP), (8192, _WORKERS | {"late": True}), (0, _WORKERS)),
+    # 476, 595, 612; cuDNN 354, 482, 525, its own 464, 577, 615. Nothing kept 459, 566, 591; in turns 467, 562, 596
+    (False, False, False): ((0, _STEP | {"kept": 2}),),
+    # 342, 508, 608; cuDNN 252, 399, 505, its own 335, 505, 585. In step 345, 493, 567; values last, LSE late 578 at 16k
+    (False, True, False): ((8192, _WORKERS), (0, {"values_first": True, "early": True})),
     # 386, 500, 533 in the order of sections; head by head 328, 424, 543
     (True, False, True): ((0, {"section": 32}),),
     # 296, 450, 517; without workers 268, 423, 509
@@ -37,8 +38,8 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
 def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     """What timing decided.
 
-    Warpgroups in turn give 1.05 to 1.17 of warpgroups in step wherever registers let them, which is where each has
-    keys of its own; at depth 64 with 128 queries a step.
+    Other kinds of problem than those timed take warpgroups in turn, which registers allow wherever each has keys of its
+    own, and how work is shared out, if they can.
     """
     spec, inner, inner_value = problem.spec, native(problem.d), native(problem.v)
     if inner + inner_value > 256:
@@ -46,11 +47,14 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     small = inner == inner_value == 64
     fields: dict[str, Any] = {"turns": True, "rows": 128 if small else 64}
     length = 0 if any_shape or not isinstance(problem.s, int) else problem.s
+    # Tiles that segments share are found by the whole CTA; dK and dV leave through places of one depth.
+    alone = spec.segments or inner != inner_value
+    # With a soft cap 84 to 284 bytes spill, and at depths padded to 64 24 (DSL 4.8.1).
+    crowded = alone or spec.soft_cap or (small and min(problem.d, problem.v) < 64)
     for longest, more in MEASURED[small, spec.band, spec.deterministic]:
         if longest == 0 or 0 < length <= longest:
-            # Tiles that segments share are found by the whole CTA; dK and dV leave through places of one depth.
-            alone = spec.segments or inner != inner_value
-            return fields | {name: value for name, value in more.items() if name != "workers" or not alone}
+            left_out = ("workers",) * alone + ("turns", "kept", "late", "values_first", "early") * crowded
+            return fields | {name: value for name, value in more.items() if name not in left_out}
     raise AssertionError("the last of a list serves any length")
 
 

@@ -13,7 +13,8 @@ from jax_fa4.kernels.common.ring import Place, arrive, start, step, wait
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
 from jax_fa4.kernels.sm90.bwd.items import another, told
-from jax_fa4.kernels.sm90.bwd.plan import block_of
+from jax_fa4.kernels.sm90.bwd.kept import keep_values, values_kept
+from jax_fa4.kernels.sm90.bwd.leave import announce, announce_older, hand_over, leave
 from jax_fa4.kernels.sm90.bwd.scores import differ, free_queries, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
 from jax_fa4.kernels.sm90.bwd.store import OWN_BARRIERS, TURN_BARRIERS, clear_rows, hand_keys, meet, store_keys
@@ -42,6 +43,7 @@ class Hands:
     put: Any  # tiled copy of dS^T into shared memory
     k: Any  # fragments: operands of S and dP
     v: Any
+    kept: Any  # the first steps of operand A of dP in registers: see Plan.kept
     q: Any
     dout: Any
     q_t: Any  # operands B of dK and dV
@@ -92,6 +94,7 @@ def hands(ctx, thread):
         put=cute.make_tiled_copy_C(matrix, first).get_slice(thread),
         k=first.make_fragment_A(one.partition_A(ctx.k[2])),
         v=first.make_fragment_A(one.partition_A(ctx.v[2])),
+        kept=values_kept(ctx, 128 * group) if plan.kept else None,
         q=first.make_fragment_B(one.partition_B(ctx.q[2])),
         dout=first.make_fragment_B(one.partition_B(ctx.dout[2])),
         q_t=second.make_fragment_B(two.partition_B(turned(ctx.q[2]))),
@@ -115,8 +118,20 @@ def start_scores(ctx, h, at):
 @cute.jit
 def start_slopes(ctx, h, at):
     wait(ctx.full["dout"], at)
-    steps = products.steps(ctx.plan.value_depth)
-    wgmma.issue(products.scores_mma(ctx.plan), h.slopes, stage(h.v, 0), stage(h.dout, at.index), True, steps)
+    steps, kept = products.steps(ctx.plan.value_depth), ctx.plan.kept
+    dout = stage(h.dout, at.index)
+    if const_expr(kept > 0):
+        warpgroup.fence()
+        some, rest = products.slopes_mma(ctx.plan), products.scores_mma(ctx.plan)
+        for n in cutlass.range_constexpr(min(kept, steps)):
+            some.set(warpgroup.Field.ACCUMULATE, n > 0)
+            cute.gemm(some, h.slopes, h.kept[n][None, None, 0], dout[None, None, n], h.slopes)
+        rest.set(warpgroup.Field.ACCUMULATE, True)
+        for n in cutlass.range_constexpr(kept, steps):
+            cute.gemm(rest, h.slopes, stage(h.v, 0)[None, None, n], dout[None, None, n], h.slopes)
+        warpgroup.commit_group()
+    else:
+        wgmma.issue(products.scores_mma(ctx.plan), h.slopes, stage(h.v, 0), dout, True, steps)
 
 
 @cute.jit
@@ -134,48 +149,6 @@ def lay_down(ctx, h, half, to, buffer):
     """dS^T from registers to shared memory (keys, rows)."""
     matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), DTYPES[ctx.plan.dtype])
     cute.copy(matrix, h.put.retile(half[1]), h.put.partition_D(to[None, None, buffer.index]))
-
-
-@cute.jit
-def hand_over(ctx, h, at):
-    """dQ registers to shared memory, for the reduce warp; 16 bytes a thread, conflict-free."""
-    plan = ctx.plan
-    chunks = cute.size(h.part) // 4
-    wait(ctx.empty["dq"], at)
-    group, thread = h.group, h.thread % 128
-    place = at.index * plan.part_numbers + (block_of(plan, group, 0) * 128 + thread) * 4
-    stride = 512 * (block_of(plan, 0, 1) - block_of(plan, 0, 0))
-    to = cute.make_tensor((ctx.part + place).align(16), cute.make_layout((4, chunks), stride=(1, stride)))
-    cute.autovec_copy(cute.make_tensor(h.part.iterator, cute.make_layout((4, chunks))), to)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    arrive(ctx.full["dq"], at)
-
-
-@cute.jit
-def add_directly(ctx, h, tile):
-    """dQ registers onto the workspace's `tile`, 16 bytes a thread, a warp's in one line of 512."""
-    plan = ctx.plan
-    four = cute.make_tensor(h.part.iterator, cute.make_layout((4, cute.size(h.part) // 4)))
-    group, thread = h.group, h.thread % 128
-    to = ctx.work + (tile * (plan.rows * plan.depth) + thread * 4)
-    blocks = plan.rows * plan.depth // 512
-    for chunk in cutlass.range_constexpr(cute.size(four, mode=[1])):
-        block = block_of(plan, group, chunk)
-        if const_expr(plan.depth == plan.inner) or block < blocks:
-            cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[(to + block * 512).toint(), *(four[i, chunk] for i in range(4))],
-            )
-
-
-@cute.jit
-def leave(ctx, h, at, tile):
-    """This query tile's dQ on its way to the workspace's `tile`; `at`: a place of the ring dq, where there is one."""
-    if const_expr(ctx.plan.direct):
-        add_directly(ctx, h, tile)
-    else:
-        hand_over(ctx, h, at)
 
 
 @cute.jit
@@ -216,7 +189,7 @@ def hold(ctx, at):
 
 
 @cute.jit
-def tile_step(ctx, h, m, places, line):
+def tile_step(ctx, h, m, places, line, begun):
     """Tensor cores, in order: S, dP | dV | dQ, dK. exp2 runs beside dP, handing dQ over beside dK.
 
     Starting dV before dP is awaited looks like more overlap and is slower: 3-7 % on full masks, 1-3 % on causal ones
@@ -227,8 +200,11 @@ def tile_step(ctx, h, m, places, line):
     clear_queries(ctx, h, m, q_at, dout_at)
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
-    late = plan.crowded
-    if const_expr(not late):
+    announce_older(ctx, turn_at, begun)
+    late, kept = plan.crowded, plan.kept > 0
+    if const_expr(kept and not late):  # delta beside exp2, which needs fewer registers
+        lse = statistics(ctx, h, q_at.index, 0)
+    elif const_expr(not late):
         lse, delta = statistics(ctx, h, q_at.index, 0), statistics(ctx, h, q_at.index, 1)
     warpgroup.wait_group(1)  # S
     mask(ctx, h, m)
@@ -236,6 +212,8 @@ def tile_step(ctx, h, m, places, line):
         lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
     hold(ctx, dout_at)
+    if const_expr(kept and not late):
+        delta = statistics(ctx, h, q_at.index, 1)
     warpgroup.wait_group(0)  # dP
     if const_expr(late):
         delta = statistics(ctx, h, q_at.index, 1)
@@ -313,31 +291,40 @@ def start_queries(ctx, h, buffer):
 
 
 @cute.jit
-def turn_step(ctx, h, m, places, begun):
+def turn_step(ctx, h, m, places, begun, laid):
     """Tensor cores, in order: S, dP | dQ, dV, dK. Nothing of this warpgroup's runs beside its exp2 and dS: the other
     warpgroup's products do. dQ needs the dS of both: the first warpgroup makes that of the step before.
 
-    begun: the step before was of this tile of keys, or this is the second warpgroup. Returns dQ's next place.
+    begun: the step before was of this tile of keys, or this is the second warpgroup. laid: that step left a part of dQ.
+    Returns dQ's next place.
     """
     plan = ctx.plan
     q_at, dout_at, turn_at, buffer = places
     clear_queries(ctx, h, m, q_at, dout_at)
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
+    announce_older(ctx, turn_at, laid)
+    if const_expr(plan.early):
+        lse = statistics(ctx, h, q_at.index, 0)
     warpgroup.wait_group(0)
     if begun:
         await_other(ctx, h)
     mask(ctx, h, m)
-    weigh(ctx, h, statistics(ctx, h, q_at.index, 0))
+    if const_expr(not plan.early):
+        lse = statistics(ctx, h, q_at.index, 0)
+    weigh(ctx, h, lse)
     differ(h, statistics(ctx, h, q_at.index, 1))
     round_weights(ctx, h)
     round_slopes(h)
+    if const_expr(plan.values_first):
+        start_values(ctx, h, dout_at)
     lay_down(ctx, h, h.s, ctx.ds, buffer)
     let_other(ctx, h)
     start_queries(ctx, h, Place(buffer.index ^ (1 - h.group), buffer.phase))
-    start_values(ctx, h, dout_at)
+    if const_expr(not plan.values_first):
+        start_values(ctx, h, dout_at)
     start_keys(ctx, h, q_at)
-    warpgroup.wait_group(2)  # dQ
+    warpgroup.wait_group(1 if plan.values_first else 2)  # dQ
     if begun:
         hand_over(ctx, h, turn_at)
         turn_at = step(turn_at, plan.parts)
@@ -354,24 +341,28 @@ def turn_steps(ctx, h, places, item_at):
     plan = ctx.plan
     q_at, _, turn_at, _ = places  # all rings of two stages but dQ's move together
     first = h.group == 0
-    begun = not first
+    begun, laid = not first, cutlass.Boolean(False)
     m, left = ctx.first, ctx.group * (ctx.last - ctx.first)
     while left > 0:
         one, mine = ctx, h
         if const_expr(plan.workers > 0):
             one = told(ctx, item_at)
             mine = replace(h, key=h.key + one.tile * plan.keys)
-        turn_at = turn_step(one, mine, m, (q_at, q_at, turn_at, q_at), begun)
+        turn_at = turn_step(one, mine, m, (q_at, q_at, turn_at, q_at), begun, laid)
         q_at = step(q_at, 2)
+        laid = cutlass.Boolean(begun)
         begun = cutlass.Boolean(True)
         m, left = m + 1, left - 1
         if m == one.last:
             m = one.first
+    announce_older(ctx, turn_at, laid)
     if first & begun:
         await_other(ctx, h)
         start_queries(ctx, h, Place(q_at.index ^ 1, q_at.phase))
         warpgroup.wait_group(0)
         hand_over(ctx, h, turn_at)
+        if const_expr(plan.late):
+            announce(ctx, turn_at)
         turn_at = step(turn_at, plan.parts)
     return q_at, q_at, turn_at, q_at
 
@@ -416,13 +407,15 @@ def steps(ctx, h, places):
     """All query tiles of the group's heads; returns the next places of the rings q, dout, dq and of dS."""
     plan = ctx.plan
     q_at, dout_at, turn_at, buffer = places
-    line = first_line(ctx)
+    line, begun = first_line(ctx), cutlass.Boolean(False)
     for _ in cutlass.range(ctx.group, unroll=1):
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer), line)
+            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer), line, begun)
+            begun = cutlass.Boolean(True)
             q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
             turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
         line = line + ctx.tiles
+    announce_older(ctx, turn_at, begun)
     return q_at, dout_at, turn_at, buffer
 
 
@@ -436,6 +429,8 @@ def await_keys(ctx, h, at):
         wait(ctx.full["k"], at)
         wait(ctx.full["v"], at)
         clear_keys(ctx, h.thread)
+        if const_expr(ctx.plan.kept > 0):
+            keep_values(ctx, h)
 
 
 @cute.jit

@@ -57,8 +57,12 @@ class Plan:
     held: bool = False  # exp2 is kept before the wait for dP, which ptxas else moves up over it
     lagged: bool = False  # dK of a step runs beside exp2 of the next
     turns: bool = False  # the two warpgroups exponentiate in turn, one beside the other's products
+    values_first: bool = False  # with turns: dV starts before dS is laid down, not after dQ
+    early: bool = False  # with turns: the LSE is read before S and dP are awaited
+    late: bool = False  # dQ laid down is told to the reduce warp a step later, when the next S and dP have started
+    kept: int = 0  # steps of 16 along V's depth whose rows stay in registers for dP: shared memory is read less
     direct: bool = False  # dQ leaves the registers by vector reductions to global memory: no parts, no reduce warp
-    section: int = 0  # MiB of L2 for heads whose key tiles are mixed, the longest of all first; 0 = one head
+    section: int = 0  # MiB of L2 for heads whose key tiles are mixed, the longest of all first; 0: see section_of
     dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
@@ -81,6 +85,9 @@ class Plan:
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
             assert not (self.lagged or self.held or self.direct), self
+        if self.kept or self.late:
+            assert not (self.apart or self.lagged or self.direct), self
+            assert 16 * self.kept <= self.inner_value and (not self.late or self.parts <= 2), self
         # Reduce warps stand beside the load warp in one warpgroup; turns are taken by them.
         assert self.parts == 0 and not self.ordered if self.direct else 1 <= self.parts <= 3, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
@@ -285,7 +292,13 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
 
 
 def section_of(plan: Any, query_tiles: Any, key_tiles: Any, group: Any, high: Any = max) -> Any:
-    """Key heads in a section: as many as fit in L2 with their Q, dO, dQ, K and V, at least one."""
+    """Key heads in a section: as many as fit in L2 with their Q, dO, dQ, K and V, at least one.
+
+    Without a size, where tiles differ: as many as `workers` take at once, so that each turn of all CTAs has the longest
+    tiles and the shortest, and nobody starts with a longest one at the end. No more data than head by head is in use.
+    """
+    if plan.workers and plan.band and not (plan.section or plan.ordered or plan.clears):
+        return high(plan.workers // high(key_tiles, 1), 1)
     step = plan.rows * (6 * plan.depth + 2 * plan.value_depth) // 1024  # KiB; dQ is float32
     held = plan.keys * (2 * plan.depth + 2 * plan.value_depth) // 1024
     return high(plan.section * 1024 // high(query_tiles * group * step + key_tiles * held, 1), 1)

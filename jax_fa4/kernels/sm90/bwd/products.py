@@ -11,6 +11,11 @@ def scores_mma(plan):
     return wgmma.product(DTYPES[plan.dtype], (K, K), (plan.sharing, 1), (64, plan.rows))
 
 
+def slopes_mma(plan):
+    """Steps of dP^T with V from registers."""
+    return wgmma.product(DTYPES[plan.dtype], (K, K), (plan.sharing, 1), (64, plan.rows), a_in_registers=True)
+
+
 def keys_mma(plan, depth):
     """dV (depth: the native one of V) and dK. A from registers where a warpgroup has its own keys."""
     dtype = DTYPES[plan.dtype]
