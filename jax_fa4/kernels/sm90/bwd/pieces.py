@@ -78,8 +78,10 @@ def drain_half(ctx, group: cutlass.Constexpr):
             for piece in cutlass.range_constexpr(plan.pieces):
                 first, width = columns_of(plan, group, piece)
                 if const_expr(width > 0):
+                    if const_expr(plan.ordered and plan.early and piece == 0):
+                        await_halves(ctx.turns + (line + m), plan.halves * rank_of(ctx, m))
                     wait(ctx.full[name], at)
-                    if const_expr(plan.ordered and piece == 0):
+                    if const_expr(plan.ordered and not plan.early and piece == 0):
                         await_halves(ctx.turns + (line + m), plan.halves * rank_of(ctx, m))
                     source = ctx.part + (group * plan.parts + at.index) * plan.part_numbers
                     add_bulk(to + plan.rows * first, source, 4 * plan.rows * width)

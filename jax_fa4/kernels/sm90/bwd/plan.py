@@ -66,6 +66,7 @@ class Plan:
     dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
+    early: bool = False  # with `ordered`: a turn is awaited before dQ is made, not after
     finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
     each_lane: bool = False  # every lane frees a stage of Q: compute-sanitizer follows no lane that speaks for its warp
     arch: str = "sm_90a"

@@ -33,16 +33,22 @@ def drain(ctx, mine: cutlass.Constexpr, at):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
         for m in cutlass.range(ctx.first, ctx.last, unroll=1):
             if const_expr(plan.reducers == 1) or at.index == mine:
+                if const_expr(plan.ordered and plan.early):
+                    await_turn(turns + (line + m), rank_of(ctx, m))
                 wait(ctx.full["dq"], at)
-                if const_expr(plan.ordered):
+                if const_expr(plan.ordered and not plan.early):
                     await_turn(turns + (line + m), rank_of(ctx, m))
                 add_bulk(work + (line + m) * size, ctx.part + at.index * plan.part_numbers, nbytes)
-                if const_expr(plan.ordered):
-                    cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
-                    cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+                if const_expr(plan.ordered and not plan.early):
+                    cute.arch.cp_async_bulk_wait_group(0)
                 else:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if const_expr(plan.ordered and not plan.early):
+                    cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
                 cute.arch.mbarrier_arrive(free + at.index)
+                if const_expr(plan.ordered and plan.early):
+                    cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
+                    cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
             at = step(at, plan.parts)
     return at
 
