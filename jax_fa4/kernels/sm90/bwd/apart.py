@@ -23,6 +23,7 @@ from jax_fa4.kernels.sm90.bwd.grads import (
     start_slopes,
     start_values,
 )
+from jax_fa4.kernels.sm90.bwd.items import visit
 from jax_fa4.kernels.sm90.bwd.pieces import add_piece, hand_over_piece
 from jax_fa4.kernels.sm90.bwd.scores import free_queries, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
@@ -202,7 +203,8 @@ def duty_steps(ctx, h, group: cutlass.Constexpr):
     line = first_line(ctx)
     before, begun = line, cutlass.Boolean(False)
     for _ in cutlass.range(ctx.group, unroll=1):
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            m = visit(ctx, i)
             places = (q_at, dout_at, dq_at, buffer)
             if const_expr(group == WEIGHTS):
                 dq_at = weights_step(ctx, h, m, places, before, begun)

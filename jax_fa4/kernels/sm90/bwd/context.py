@@ -18,6 +18,7 @@ class Context:
     group: Any  # query heads of this key head
     first: Any  # query tiles [first, last)
     last: Any
+    rising: Any  # 1 where `mirrored` work visits them descending
     tiles: Any  # M, the query tiles of a head
     queries: Any  # T
     keys: Any  # S

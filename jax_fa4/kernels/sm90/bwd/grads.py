@@ -12,7 +12,7 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import Place, arrive, start, step, wait
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
-from jax_fa4.kernels.sm90.bwd.items import another, told
+from jax_fa4.kernels.sm90.bwd.items import another, told, visit
 from jax_fa4.kernels.sm90.bwd.kept import keep_values, values_kept
 from jax_fa4.kernels.sm90.bwd.leave import announce, announce_older, hand_over, leave
 from jax_fa4.kernels.sm90.bwd.scores import differ, free_queries, mask, round_slopes, round_weights, statistics, weigh
@@ -348,7 +348,7 @@ def turn_steps(ctx, h, places, item_at):
         if const_expr(plan.workers > 0):
             one = told(ctx, item_at)
             mine = replace(h, key=h.key + one.tile * plan.keys)
-        turn_at = turn_step(one, mine, m, (q_at, q_at, turn_at, q_at), begun, laid)
+        turn_at = turn_step(one, mine, visit(one, m), (q_at, q_at, turn_at, q_at), begun, laid)
         q_at = step(q_at, 2)
         laid = cutlass.Boolean(begun)
         begun = cutlass.Boolean(True)

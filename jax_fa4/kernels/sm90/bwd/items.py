@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.ring import wait
 from jax_fa4.kernels.common.tiles import query_tiles, up
-from jax_fa4.kernels.sm90.bwd.plan import ITEM_WORDS, sectioned
+from jax_fa4.kernels.sm90.bwd import order
+from jax_fa4.kernels.sm90.bwd.plan import sectioned
 from jax_fa4.mask import Band
 
 
@@ -19,6 +20,11 @@ def example_band(ints, batch, queries, keys, ends):
     q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
     kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
     return Band(*ends, ints[at + VALUES.offset], q_len, kv_len)
+
+
+def visit(ctx, i):
+    """The query tile that is visited in the i-th place of [first, last)."""
+    return order.visited(i, (ctx.first, ctx.last), ctx.rising) if ctx.plan.mirrored else i
 
 
 @cute.jit
@@ -31,11 +37,16 @@ def placed(ctx, index):
     kv_heads = ctx.heads // ctx.group
     key_tiles = up(ctx.keys, plan.keys)
     lines = ctx.total // key_tiles
-    tile, line = sectioned(index, key_tiles, lines, ctx.section, plan.ordered, cutlass.min)
+    rising = ctx.rising
+    if const_expr(plan.mirrored > 0):
+        tile, line, rising = order.placed(index, key_tiles, (lines, plan.mirrored), ctx.section, cutlass.min, cutlass.max)
+    else:
+        tile, line = sectioned(index, key_tiles, lines, ctx.section, plan.ordered, cutlass.min)
     batch, kv_head = line // kv_heads, line % kv_heads
     band = example_band(ctx.ints, batch, ctx.queries, ctx.keys, ctx.ends)
     first, last = query_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)
-    return replace(ctx, tile=tile, kv_head=kv_head, batch=batch, band=band, first=Int32(first), last=Int32(last))
+    where = {"tile": tile, "kv_head": kv_head, "batch": batch, "rising": rising}
+    return replace(ctx, **where, band=band, first=Int32(first), last=Int32(last))
 
 
 @cute.jit
@@ -56,10 +67,11 @@ def known(ticket):
 def tell(ctx, at):
     """The load warp tells the others of ctx's tile; of none where ctx.tile is negative."""
     wait(ctx.empty["item"], at)
-    to = ctx.items + at.index * ITEM_WORDS
+    to = ctx.items + at.index * ctx.plan.item_words
     words = (ctx.tile, ctx.kv_head, ctx.batch, ctx.first, ctx.last, ctx.band.q_len, ctx.band.kv_len, ctx.band.offset)
+    words += (ctx.rising,)
     if cute.arch.lane_idx() == 0:
-        for n in cutlass.range_constexpr(ITEM_WORDS):
+        for n in cutlass.range_constexpr(ctx.plan.item_words):
             to[n] = Int32(words[n])
         cute.arch.mbarrier_arrive(ctx.full["item"] + at.index)
 
@@ -67,15 +79,16 @@ def tell(ctx, at):
 def another(ctx, at, uniform=True):
     """Waits for the next tile to be told: the tile, negative where there is none."""
     wait(ctx.full["item"], at)
-    tile = ctx.items[at.index * ITEM_WORDS]
+    tile = ctx.items[at.index * ctx.plan.item_words]
     return cute.arch.make_warp_uniform(tile) if uniform else tile
 
 
 @cute.jit
 def told(ctx, at, uniform: cutlass.Constexpr = True):
     """What `tell` told, as a context; after `another`."""
-    of = ctx.items + at.index * ITEM_WORDS
-    words = [cute.arch.make_warp_uniform(of[n]) if uniform else of[n] for n in range(ITEM_WORDS)]
-    tile, kv_head, batch, first, last, q_len, kv_len, offset = words
+    of = ctx.items + at.index * ctx.plan.item_words
+    words = [cute.arch.make_warp_uniform(of[n]) if uniform else of[n] for n in range(ctx.plan.item_words)]
+    tile, kv_head, batch, first, last, q_len, kv_len, offset, *rising = words
     band = Band(*ctx.ends, offset, q_len, kv_len)
-    return replace(ctx, tile=tile, kv_head=kv_head, batch=batch, band=band, first=first, last=last)
+    where = {"tile": tile, "kv_head": kv_head, "batch": batch, "rising": (*rising, ctx.rising)[0]}
+    return replace(ctx, **where, band=band, first=first, last=last)

@@ -24,7 +24,7 @@ from jax_fa4.kernels.sm90.bwd.finish import finish
 from jax_fa4.kernels.sm90.bwd.items import placed
 from jax_fa4.kernels.sm90.bwd.load import load_alone, load_items
 from jax_fa4.kernels.sm90.bwd.math import math
-from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, ITEM_WORDS, bind, section_of
+from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, bind, section_of
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
 from jax_fa4.kernels.sm90.wgmma import swizzled
@@ -155,7 +155,7 @@ def backward(
     if const_expr(plan.finishes):
         sums = memory.allocate_array(Float32, plan.part_numbers, byte_alignment=128)
     held = memory.allocate_array(Float32, plan.query_stages * 2 * plan.rows, byte_alignment=128)
-    items = memory.allocate_array(Int32, 2 * ITEM_WORDS) if const_expr(plan.workers > 0) else None
+    items = memory.allocate_array(Int32, 2 * plan.item_words) if const_expr(plan.workers > 0) else None
     done = memory.allocate_array(Int32, DONE) if const_expr(plan.finishes) else None
     full, empty = make_barriers(memory, plan.rings)
     if warp == 0:
@@ -181,6 +181,7 @@ def backward(
         group=heads // kv_heads,
         first=Int32(0),
         last=Int32(0),
+        rising=Int32(0),
         tiles=tiles,
         queries=queries,
         keys=keys,

@@ -10,7 +10,7 @@ from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import ahead
-from jax_fa4.kernels.sm90.bwd.items import known, placed, take, tell
+from jax_fa4.kernels.sm90.bwd.items import known, placed, take, tell, visit
 
 
 @cute.jit
@@ -55,7 +55,8 @@ def load(ctx, places):
         copy_q = views(ctx.q, (plan.rows, plan.inner), head, ctx.batch)
         copy_dout = views(ctx.dout, (plan.rows, plan.inner_value), head, ctx.batch)
         line = (ctx.batch.to(Int64) * ctx.heads + head) * ctx.tiles
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            m = visit(ctx, i)
             wait(ctx.empty["q"], q_at)
             fetch(copy_q, m, ctx.full["q"], q_at, q.bytes)
             source = ctx.stats + (line + m) * (2 * plan.rows)
@@ -63,7 +64,7 @@ def load(ctx, places):
             wait(ctx.empty["dout"], dout_at)
             fetch(copy_dout, m, ctx.full["dout"], dout_at, dout.bytes)
             if const_expr(plan.workers > 0):
-                if (g == 0) & (m == ctx.first):
+                if (g == 0) & (i == ctx.first):
                     load_keys(ctx, k_at)
             q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
     if ctx.last > ctx.first:

@@ -7,14 +7,15 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.common.ring import arrive, start, step, wait
 from jax_fa4.kernels.common.tiles import key_tiles
-from jax_fa4.kernels.sm90.bwd.plan import turn
+from jax_fa4.kernels.sm90.bwd.items import visit
+from jax_fa4.kernels.sm90.bwd.order import turn
 
 
 def rank_of(ctx, m):
     """The CTA's turn at query tile m."""
     plan = ctx.plan
-    _, last = key_tiles(m, (plan.rows, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max)
-    return turn(plan, ctx.tile, last)
+    visitors = key_tiles(m, (plan.rows, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max)
+    return turn(ctx.tile, visitors, ctx.rising if plan.mirrored else 0)
 
 
 def columns_of(plan, group, piece):
@@ -73,7 +74,8 @@ def drain_half(ctx, group: cutlass.Constexpr):
     name, at = plan.part_rings[group], start(0)
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            m = visit(ctx, i)
             to = ctx.work + (line + m) * (plan.rows * plan.depth)
             for piece in cutlass.range_constexpr(plan.pieces):
                 first, width = columns_of(plan, group, piece)

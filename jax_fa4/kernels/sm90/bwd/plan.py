@@ -18,7 +18,6 @@ DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 DS_BUFFERS = 2  # so that one barrier a step is enough
 POST_THREADS = 256
 DONE = 8  # finished query tiles of dQ that may wait to be converted
-ITEM_WORDS = 8  # int32 numbers that tell a role of its next tile of keys
 
 
 def native(depth: int) -> int:
@@ -67,6 +66,7 @@ class Plan:
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
     early: bool = False  # with `ordered`: a turn is awaited before dQ is made, not after
+    mirrored: int = 0  # with `ordered` and `band`: key heads, the last ones, whose work goes in reverse, see order.py
     finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
     each_lane: bool = False  # every lane frees a stage of Q: compute-sanitizer follows no lane that speaks for its warp
     arch: str = "sm_90a"
@@ -83,6 +83,7 @@ class Plan:
             alone = self.turns or self.lagged or self.held or self.workers
             assert self.groups == 2 and self.rows == 64 and not alone, self
             assert self.inner // self.groups // self.pieces % 32 == 0, self
+        assert self.mirrored == 0 or (self.ordered and self.band), self
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
             assert not (self.lagged or self.held or self.direct), self
@@ -144,6 +145,11 @@ class Plan:
     def counted(self) -> bool:
         """Whether those that add to a query tile's dQ are counted."""
         return self.ordered or self.finishes
+
+    @property
+    def item_words(self) -> int:
+        """int32 numbers that tell a role of its next tile of keys."""
+        return 8 + (self.mirrored > 0)
 
     @property
     def places(self) -> int:
@@ -255,7 +261,7 @@ class Plan:
         parts += 4 * self.keys * self.rows * self.apart  # P in float32, from the one warpgroup to the other
         barriers = sum(ring.barrier_bytes for ring in self.rings)
         more = 16 * (self.threads // 32) * self.segments + 4 * self.ordered * (not self.workers)
-        more += 2 * ITEM_WORDS * 4 * (self.workers > 0) + 4 * (DONE + self.part_numbers) * self.finishes
+        more += 2 * self.item_words * 4 * (self.workers > 0) + 4 * (DONE + self.part_numbers) * self.finishes
         return filled + squares + parts + barriers + more
 
 

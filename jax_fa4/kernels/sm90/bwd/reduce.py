@@ -8,7 +8,7 @@ from jax_fa4.kernels.common.copies import add_bulk, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm90.bwd.counts import count, hand_on, post
-from jax_fa4.kernels.sm90.bwd.items import another, told
+from jax_fa4.kernels.sm90.bwd.items import another, told, visit
 from jax_fa4.kernels.sm90.bwd.pieces import drain_half, rank_of
 
 
@@ -31,7 +31,8 @@ def drain(ctx, mine: cutlass.Constexpr, at):
     work, turns, free = ctx.work, ctx.turns, ctx.empty["dq"]
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            m = visit(ctx, i)
             if const_expr(plan.reducers == 1) or at.index == mine:
                 if const_expr(plan.ordered and plan.early):
                     await_turn(turns + (line + m), rank_of(ctx, m))
