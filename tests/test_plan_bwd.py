@@ -12,7 +12,8 @@ from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels import select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up
-from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, section_of, sectioned, turn
+from jax_fa4.kernels.sm90.bwd.order import placed, turn, visited
+from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, section_of, sectioned
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -33,9 +34,10 @@ def bands(draw):
     return t, s, Band(draw(SIDES), draw(SIDES), offset, q_len, kv_len)
 
 
-def visits_of(t, s, size, band, banded):
-    """{key tile: range of query tiles}, as the kernel walks them."""
-    return {n: range(*query_tiles(n, size, band, banded)) for n in range(up(s, size[1]))}
+def visits_of(t, s, size, band, banded, rising=0):
+    """{key tile: query tiles}, as the kernel walks them."""
+    ranges = {n: query_tiles(n, size, band, banded) for n in range(up(s, size[1]))}
+    return {n: [visited(i, r, rising) for i in range(*r)] for n, r in ranges.items()}
 
 
 @settings(max_examples=600, deadline=None, derandomize=True)
@@ -47,23 +49,24 @@ def test_a_key_tile_visits_the_query_tiles_that_see_it_and_no_other(case, size):
     wanted = {(i // rows, j // keys) for i, j in pairs}
     banded = min(band.left, band.right) < UNBOUNDED
     for flag in {banded, True}:
-        found = {(m, n) for n, steps in visits_of(t, s, size, band, flag).items() for m in steps}
-        assert found == wanted, (case, size, flag)
+        for rising in (0, 1):
+            found = {(m, n) for n, steps in visits_of(t, s, size, band, flag, rising).items() for m in steps}
+            assert found == wanted, (case, size, flag)
 
 
 @settings(max_examples=600, deadline=None, derandomize=True)
-@given(bands(), st.sampled_from(SIZES))
-def test_turns_are_counted_from_0_without_a_gap(case, size):
+@given(bands(), st.sampled_from(SIZES), st.integers(0, 1))
+def test_turns_are_counted_from_0_without_a_gap(case, size, rising):
     t, s, band = case
     banded = min(band.left, band.right) < UNBOUNDED
     ranks = {m: [] for m in range(up(t, size[0]))}
-    for n, steps in visits_of(t, s, size, band, banded).items():
+    for n, steps in visits_of(t, s, size, band, banded, rising).items():
+        assert steps == sorted(steps, reverse=bool(rising)), "rising work visits queries descending"
         for m in steps:
-            _, last = key_tiles(m, size, band, banded)
-            ranks[m].append(turn(None, n, last))
+            ranks[m].append(turn(n, key_tiles(m, size, band, banded), rising))
     for m, found in ranks.items():
         assert sorted(found) == list(range(len(found))), (case, m, found)
-        assert found == sorted(found, reverse=True), "the last keys come first"
+        assert found == sorted(found, reverse=not rising), "the last keys come first, or rising the first ones"
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -74,26 +77,27 @@ def test_turns_are_counted_from_0_without_a_gap(case, size):
     st.randoms(use_true_random=False),
     st.integers(1, 2),
     st.integers(1, 4),
+    st.integers(0, 3),
 )
-def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers, section):
+def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers, section, mirrored):
     """CTAs start in the order of tickets, each runs on when its turn has come; `reducers` tiles may wait at once."""
     t, s, band = case
     banded = min(band.left, band.right) < UNBOUNDED
-    tiles, heads = up(s, size[1]), 3
-    visits = visits_of(t, s, size, band, banded)
+    tiles, heads = up(s, size[1]), 5
+    visits = [visits_of(t, s, size, band, banded, rising) for rising in (0, 1)]
     turns = {}
-    waiting = [sectioned(i, tiles, heads, section, True) for i in range(tiles * heads)]
+    waiting = [placed(i, tiles, (heads, mirrored), section) for i in range(tiles * heads)]
     running = []
     while waiting or running:
         while waiting and len(running) < resident:
-            tile, head = waiting.pop(0)
-            running.append((tile, head, list(visits[tile])))
+            tile, head, rising = waiting.pop(0)
+            running.append((tile, head, rising, list(visits[rising][tile])))
         rng.shuffle(running)
         moved = False
         for item in list(running):
-            tile, head, left = item
+            tile, head, rising, left = item
             for m in left[:reducers]:
-                if turns.get((head, m), 0) == turn(None, tile, key_tiles(m, size, band, banded)[1]):
+                if turns.get((head, m), 0) == turn(tile, key_tiles(m, size, band, banded), rising):
                     turns[head, m] = turns.get((head, m), 0) + 1
                     left.remove(m)
                     moved = True
@@ -114,6 +118,19 @@ def test_the_order_of_work_is_a_bijection_with_the_longest_first(tiles, heads, s
     for n in set(sections):
         mine = [t for t, h in order if h // section == n]
         assert mine == sorted(mine, reverse=last_first)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.integers(0, 9))
+def test_mirrored_work_is_a_bijection_whose_last_heads_go_from_long_to_short(tiles, heads, section, mirrored):
+    order = [placed(i, tiles, (heads, mirrored), section) for i in range(tiles * heads)]
+    assert sorted((t, h) for t, h, _ in order) == [(t, h) for t in range(tiles) for h in range(heads)]
+    late = min(heads // 2, mirrored)
+    assert [rising for *_, rising in order] == [0] * tiles * (heads - late) + [1] * tiles * late
+    for h in range(heads):
+        mine = [t for t, head, _ in order if head == h]
+        assert mine == sorted(mine, reverse=h < heads - late), "causal, the last keys have least to do"
+    assert {h for _, h, rising in order if rising} == set(range(heads - late, heads))
 
 
 def test_a_section_fits_the_l2_it_may_fill():

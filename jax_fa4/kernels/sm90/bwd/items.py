@@ -39,7 +39,9 @@ def placed(ctx, index):
     lines = ctx.total // key_tiles
     rising = ctx.rising
     if const_expr(plan.mirrored > 0):
-        tile, line, rising = order.placed(index, key_tiles, (lines, plan.mirrored), ctx.section, cutlass.min, cutlass.max)
+        tile, line, rising = order.placed(
+            index, key_tiles, (lines, plan.mirrored), ctx.section, cutlass.min, cutlass.max
+        )
     else:
         tile, line = sectioned(index, key_tiles, lines, ctx.section, plan.ordered, cutlass.min)
     batch, kv_head = line // kv_heads, line % kv_heads
@@ -88,7 +90,7 @@ def told(ctx, at, uniform: cutlass.Constexpr = True):
     """What `tell` told, as a context; after `another`."""
     of = ctx.items + at.index * ctx.plan.item_words
     words = [cute.arch.make_warp_uniform(of[n]) if uniform else of[n] for n in range(ctx.plan.item_words)]
-    tile, kv_head, batch, first, last, q_len, kv_len, offset, *rising = words
-    band = Band(*ctx.ends, offset, q_len, kv_len)
-    where = {"tile": tile, "kv_head": kv_head, "batch": batch, "rising": (*rising, ctx.rising)[0]}
-    return replace(ctx, **where, band=band, first=first, last=last)
+    names = ("tile", "kv_head", "batch", "first", "last", "q_len", "kv_len", "offset", "rising")
+    word = dict(zip(names, words, strict=False))  # not all plans have the last
+    band = Band(*ctx.ends, word.pop("offset"), word.pop("q_len"), word.pop("kv_len"))
+    return replace(ctx, band=band, **word)

@@ -1,12 +1,12 @@
 """In which order CTAs take tiles of keys and go through their queries: plain arithmetic on any integers.
 
-Key tiles that add to a query tile's dQ in turn do so in the order in which CTAs take them. So who waits, waits for a CTA
-that has started before, and the first that is not done waits for nobody: no circle, whatever runs at a time.
+Key tiles that add to a query tile's dQ in turn do so in the order in which CTAs take them. So who waits, waits for a
+CTA that has started before, and the first that is not done waits for nobody: no circle, whatever runs at a time.
 
 `mirrored` (bands): most lines (a key head of an example) have their last keys taken first and visit queries ascending.
-The last lines go the other way round: first keys first, queries descending. Causal, the first kind goes from short tiles
-to long ones and the second back to short ones, so that all SMs end together; and in both a tile comes to a query tile
-where the one before it has been.
+The last lines go the other way round: first keys first, queries descending. Causal, the first kind goes from short
+tiles to long ones and the second back to short ones, so that all SMs end together; and in both a tile comes to a query
+tile where the one before it has been.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from jax_fa4.kernels.sm90.bwd.plan import sectioned
 def placed(
     index: Any, tiles: Any, lines: tuple[Any, int], section: Any, low: Any = min, high: Any = max
 ) -> tuple[Any, Any, Any]:
-    """(key tile, line, rising) of a place in the order of work of a `mirrored` plan. rising: 1 where the first keys have
-    the first turns. lines: (how many, how many of them rise at most)."""
+    """(key tile, line, rising) of a place in the order of work of a `mirrored` plan.
+
+    rising: 1 where the first keys have the first turns. lines: (how many, how many of them rise at most).
+    """
     lines, late = lines[0], low(lines[0] // 2, lines[1])
     early = lines - late
     rising = low(high(index - early * tiles + 1, 0), 1)

@@ -334,14 +334,6 @@ def block_of(plan: Plan, group: Any, chunk: Any) -> Any:
     return chunk * plan.groups + group if plan.rows_shared else group * chunks + chunk
 
 
-def turn(plan: Any, tile: Any, last: Any) -> Any:
-    """Rank of key tile `tile` among those that add to a query tile's dQ, where `last` is the end of key_tiles.
-
-    Descending in keys: the first query tile that a causal key tile visits is one where its rank is 0.
-    """
-    return last - 1 - tile
-
-
 def form_for(depth: int, value_depth: int) -> dict[str, Any]:
     """The form and the stages by depths. The first that fits shared memory, in order of what a stage is worth."""
     inner, inner_value = native(depth), native(value_depth)
