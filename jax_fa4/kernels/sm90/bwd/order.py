@@ -27,6 +27,7 @@ def placed(
     early = lines - late
     rising = low(high(index - early * tiles + 1, 0), 1)
     width = early + rising * (late - early)
+    section = section + rising * (late - section)
     tile, line = sectioned(index - rising * early * tiles, tiles, width, section, True, low)
     return tile + rising * (tiles - 1 - 2 * tile), line + rising * early, rising
 
