@@ -117,7 +117,10 @@ def bwd_pre(
             turns[place * copies + c] = Int32(0)
     elif const_expr(plan.work_depth > 0):
         clear(work + place * (plan.rows * plan.work_depth), thread, plan)
-    if const_expr(plan.turns and not plan.copies):
+    if const_expr(plan.turns > 1):
+        if thread < plan.turns:
+            turns[place * plan.turns + thread] = Int32(0)
+    elif const_expr(plan.turns and not plan.copies):
         if thread == 0:
             turns[place] = Int32(0)
     if const_expr(plan.tickets):

@@ -33,7 +33,7 @@ class BwdPre:
     rows: int  # queries of one tile of the main kernel
     work_depth: int  # float32 numbers of dQ workspace a query, whatever their order; 0 = no workspace
     _: KW_ONLY  # three plans make these: a flag put between others must not move theirs
-    turns: bool = False  # also zeroes a number for each query tile, which counts those that added to its dQ
+    turns: int = False  # numbers of each query tile that it also zeroes: they count those that added to its dQ
     tickets: bool = False  # also zeroes the ticket counter of work that CTAs take
     copies: bool = (
         False  # C copies of those numbers and of the workspace, which is not zeroed; C: an extent of the call
@@ -55,6 +55,7 @@ class BwdPre:
         assert not (self.workers and self.copies), "whoever zeroes ahead knows of one copy"
         assert not self.fragments or self.rows % FRAGMENT == 0, self.rows
         assert not self.workers or (self.unseen and self.work_depth), "workers need the tile of keys"
+        assert not (self.turns > 1 and self.copies), "each copy has one count"
         assert self.rows % 8 == 0 and self.rows * self.work_depth % 4 == 0, (self.rows, self.work_depth)
 
     @property
@@ -88,7 +89,8 @@ class BwdPre:
         each = (*tile, *("C",) * self.copies)
         work = Buffer("work", "float32", (*each, self.rows * self.work_depth), "scratch")
         made: tuple[Buffer, ...] = (stats, work) if self.work_depth else (stats,)
-        made += (Buffer("turns", "int32", each, "scratch"),) * self.turns
+        counts = (*each, *(self.turns,) * (self.turns > 1))
+        made += (Buffer("turns", "int32", counts, "scratch"),) * (self.turns > 0)
         made += (Buffer("tickets", "int32", (1,), "scratch"),) * self.tickets
         made += (Buffer("cleared", "int32", ("B", "K"), "scratch"),) * (self.workers > 0)
         return made + (Buffer("dq", self.dtype, ("B", "T", "N", self.work_depth), "out"),) * (self.unseen > 0)

@@ -59,11 +59,10 @@ def add_piece(ctx, part, thread, which: cutlass.Constexpr, tile):
 
 
 @cute.jit
-def add_half(ctx, group: cutlass.Constexpr, tile, at):
-    """Adds a warpgroup's half of dQ, as it comes, to the workspace's `tile`. Returns the next place."""
+def add_half(ctx, group: cutlass.Constexpr, to, at):
+    """Adds a warpgroup's half of dQ, as it comes, to a tile of the workspace. Returns the next place."""
     plan = ctx.plan
     name = plan.part_rings[group]
-    to = ctx.work + tile * (plan.rows * plan.depth)
     for piece in cutlass.range_constexpr(plan.pieces):
         first, width = columns_of(plan, group, piece)
         if const_expr(width > 0):
@@ -80,55 +79,54 @@ def add_half(ctx, group: cutlass.Constexpr, tile, at):
 def drain_half(ctx, group: cutlass.Constexpr):
     """Adds a warpgroup's half of each dQ tile to the workspace; with `ordered`, in its turn. By one thread."""
     plan = ctx.plan
-    if const_expr(columns_of(plan, group, 0)[1] > 0):
-        at, given = start(0), Int64(-1)
+    pieces = sum(columns_of(plan, group, piece)[1] > 0 for piece in range(plan.pieces))
+    if const_expr(pieces > 0):
+        at = start(0)
         for g in cutlass.range(ctx.group, unroll=1):
             line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
+            work = ctx.work + line * (plan.rows * plan.depth)
+            flags, given = None, Int32(-1)
+            if const_expr(plan.ordered):
+                flags = ctx.turns + (line * plan.halves + group)
             for i in cutlass.range(ctx.first, ctx.last, unroll=1):
                 m = visit(ctx, i)
                 if const_expr(plan.ordered):
-                    given = await_half(ctx, group, (line + m, m), given, at)
-                at = add_half(ctx, group, line + m, at)
+                    given = await_half(ctx, group, (flags, m), given, at)
+                at = add_half(ctx, group, work + m.to(Int64) * (plan.rows * plan.depth), at)
                 if const_expr(plan.ordered):
-                    give_up(ctx, given, pieces_of(plan, group))
-                    given = line + m
-        if const_expr(plan.ordered):
-            give_up(ctx, given, 0)
-
-
-def pieces_of(plan, group):
-    """How many pieces a warpgroup's half of dQ has."""
-    return sum(columns_of(plan, group, piece)[1] > 0 for piece in range(plan.pieces))
+                    give_up(ctx, flags, given, pieces)
+                    given = m
+            if const_expr(plan.ordered):
+                give_up(ctx, flags, given, 0)
 
 
 @cute.jit
-def give_up(ctx, tile, later: cutlass.Constexpr):
-    """Ends the turn at a query tile (of all heads and examples; negative: none) when what was added there is complete,
-    not only read: the next in turn may add. later: bulk additions that were started after it."""
-    if tile >= 0:
+def give_up(ctx, flags, m, later: cutlass.Constexpr):
+    """Ends the turn at query tile m of a head (negative: at none) when what was added there is complete, not only read:
+    the next in turn may add. flags: the head's counts of this half; later: bulk additions that were started after it.
+    """
+    if m >= 0:
         cute.arch.cp_async_bulk_wait_group(later)
-        cute.arch.red(ctx.turns + tile, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+        cute.arch.red(flags + m * ctx.plan.halves, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
 
 
 @cute.jit
 def await_half(ctx, group: cutlass.Constexpr, place, given, at):
-    """Waits for the turn at a query tile; place: (it, of all heads and examples; of its head). `given`: the tile before,
-    whose turn has not been given up. It is now, unless there is no time for it: what is to be added is there already,
-    and may be. Returns it then, else -1.
-
-    What a turn takes, with its wait for the addition to be complete, is as long as a step: waiting for it always, the
-    reduce warps were what a step waited for (0.66 to 0.82 of the form without an order). Given up a step later always,
-    key tiles run more than a step behind one another.
+    """Waits for the turn of a half at a query tile. place: (its head's counts of this half, it); at: its place in the
+    ring. `given`: the tile before, whose turn has not been given up. It is now, unless there is no time for it: what is
+    to be added is there already, and may be. Returns it then, else -1.
     """
     plan = ctx.plan
-    tile, m = place
-    flag, count = ctx.turns + tile, plan.halves * rank_of(ctx, m)
+    flags, m = place
+    flag, count = flags + m * plan.halves, rank_of(ctx, m)
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     if given >= 0:
-        due = cute.arch.mbarrier_test_wait(ctx.full[plan.part_rings[group]] + at.index, at.phase)
+        due = cutlass.Boolean(False)
+        if const_expr(plan.early):
+            due = cute.arch.mbarrier_test_wait(ctx.full[plan.part_rings[group]] + at.index, at.phase)
         if (now < count) | (not due):
-            give_up(ctx, given, 0)
-            given = Int64(-1)
+            give_up(ctx, flags, given, 0)
+            given = Int32(-1)
     while now < count:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's

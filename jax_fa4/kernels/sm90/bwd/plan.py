@@ -66,7 +66,7 @@ class Plan:
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
     early: bool = False  # with `ordered`: a turn is awaited before dQ is made, not after
-    mirrored: int = 0  # with `ordered` and `band`: key heads, the last ones, whose work goes in reverse, see order.py
+    mirrored: int = 0  # with `ordered` and `band`: so many tiles of keys, the last ones, go in reverse, see order.py
     finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
     each_lane: bool = False  # every lane frees a stage of Q: compute-sanitizer follows no lane that speaks for its warp
     arch: str = "sm_90a"
@@ -188,7 +188,7 @@ class Plan:
             self.value_depth,
             self.rows,
             self.depth,
-            turns=self.counted,
+            turns=self.halves if self.apart and self.ordered else self.counted,
             tickets=self.ordered or self.workers > 0,
             releases=self.dependent,
             unseen=self.keys * self.finishes,
