@@ -142,18 +142,55 @@ def test_warpgroups_with_duties_apart_in_any_schedule(seed):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("d, v", [(256, 256), (136, 128)])
 def test_apart_ordered_takes_both_halves_in_turn(d, v, seed):
-    """Two reduce warps count for each tile of keys, each its half of dQ."""
+    """Two reduce warps count for each tile of keys, each its half of dQ in a count of its own."""
     case = Case("apart_ordered", b=1, t=130, s=200, n=1, k=1, d=d, v=v, causal=True)
     plan, memory = passes(case, deterministic=True, seed=seed, resident=2 + seed)
     assert plan.apart and plan.halves == 2
-    assert memory["turns"].ravel().tolist() == [2, 4, 6]  # of query tiles that see one, two, three tiles of keys
+    seen = memory["turns"].reshape(-1, 2).tolist()
+    assert seen == [[1, 1], [2, 2], [3, 3]]  # of query tiles that see one, two, three tiles of keys
 
 
 def test_apart_ordered_sums_are_bitwise_equal_in_any_schedule():
     case = Case("apart_bitwise", b=1, t=70, s=200, n=1, k=1, d=192, v=128, causal=False)
     plan = plan_of(case, deterministic=True)
-    sums = [backward(plan, case, seed, resident=4)[2]["work"].tobytes() for seed in (0, 1, 2, 3)]
-    assert len(set(sums)) == 1
+    assert different_sums(plan, case, resident=4) == 1
+
+
+def different_sums(plan, case, **how):
+    """How many dQ there are in four schedules."""
+    return len({backward(plan, case, seed, **how)[2]["work"].tobytes() for seed in (0, 1, 2, 3)})
+
+
+@pytest.mark.prove
+def test_a_turn_given_up_before_the_addition_is_complete_shows_in_the_sums():
+    case = Case("apart_early", b=1, t=70, s=200, n=1, k=1, d=192, v=128, causal=False)
+
+    def hasty(ptx):
+        return re.sub(r"cp\.async\.bulk\.wait_group\s+\d+;", "", ptx)
+
+    assert different_sums(plan_of(case, deterministic=True), case, resident=4, edit=hasty) > 1
+
+
+MIRRORED = [
+    Case("mirrored_apart", b=1, t=130, s=200, n=2, k=2, d=192, v=128, causal=True),
+    Case("mirrored", b=3, t=300, s=300, n=1, k=1, d=64, causal=True),
+]
+
+
+@pytest.mark.parametrize("case", MIRRORED, ids=lambda case: case.name)
+def test_heads_in_reverse_take_every_turn_once_and_sum_alike(case):
+    """The last half of the key heads has its first keys first and goes through queries from the last to the first."""
+    sums = set()
+    for seed in (0, 2):
+        workers = {} if case.d > 128 else {"workers": 2}
+        plan, memory = passes(case, deterministic=True, mirrored=1, seed=seed, resident=1 + seed, **workers)
+        assert plan.mirrored == 1 and case.b * case.k >= 2, "a head in reverse"
+        tiles = -(-case.t // plan.rows)
+        counts = memory["turns"].reshape(case.b * case.n, tiles, -1)
+        for m in range(tiles):
+            assert (counts[:, m] == min(-(-(m + 1) * plan.rows // plan.keys), -(-case.s // plan.keys))).all()
+        sums.add(memory["work"].tobytes())
+    assert len(sums) == 1
 
 
 IN_STEP = {"turns": False, "held": True, "workers": 0}

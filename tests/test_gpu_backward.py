@@ -206,8 +206,12 @@ def test_deterministic_extras(more: str) -> None:
     check_deterministic(case, KINDS["causal"] | extra(more, case))
 
 
+THOUSANDS = ["4,4096,4096,16,16,128", "1,16384,16384,16,16,128", "4,4096,4096,16,4,64", "4,4096,4096,32,4,128"]
+THOUSANDS += ["4,4096,4096,8,8,256", "1,16384,16384,8,8,256", "4,4096,4096,8,4,192,128", "3,1100,4000,16,2,192"]
+
+
 @pytest.mark.parametrize("kind", ["full", "causal"])
-@pytest.mark.parametrize("case", ["4,4096,4096,16,16,128", "1,16384,16384,16,16,128", "4,4096,4096,16,4,64"])
+@pytest.mark.parametrize("case", THOUSANDS)
 def test_deterministic_with_thousands_of_ctas_and_many_queued_calls(case: str, kind: str) -> None:
     """The first ordered form of these kernels passed with 256 CTAs and hung at 2,048 with calls queued."""
     run, args = backward_of(case, KINDS[kind], True)
