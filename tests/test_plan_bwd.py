@@ -77,7 +77,7 @@ def test_turns_are_counted_from_0_without_a_gap(case, size, rising):
     st.randoms(use_true_random=False),
     st.integers(1, 2),
     st.integers(1, 4),
-    st.integers(1, 20),
+    st.integers(0, 3),
 )
 def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers, section, mirrored):
     """CTAs start in the order of tickets, each runs on when its turn has come; `reducers` tiles may wait at once."""
@@ -121,11 +121,11 @@ def test_the_order_of_work_is_a_bijection_with_the_longest_first(tiles, heads, s
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.integers(1, 40))
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.integers(0, 9))
 def test_mirrored_work_is_a_bijection_whose_last_heads_go_from_long_to_short(tiles, heads, section, mirrored):
     order = [placed(i, tiles, (heads, mirrored), section) for i in range(tiles * heads)]
     assert sorted((t, h) for t, h, _ in order) == [(t, h) for t in range(tiles) for h in range(heads)]
-    late = min(heads // 2, max(mirrored // tiles, 1))
+    late = min(heads // 2, mirrored)
     assert [rising for *_, rising in order] == [0] * tiles * (heads - late) + [1] * tiles * late
     for h in range(heads):
         mine = [t for t, head, _ in order if head == h]

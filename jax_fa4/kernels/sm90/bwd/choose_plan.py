@@ -26,13 +26,18 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
     (False, True, False): ((8192, _WORKERS), (0, {"values_first": True, "early": True})),
     # 386, 500, 533 in the order of sections; head by head 328, 424, 543
     (True, False, True): ((0, {"section": 32}),),
-    # 296, 450, 517; without workers 268, 423, 509
-    (True, True, True): ((0, _WORKERS),),
+    # 296, 450, 517; without workers 268, 423, 509. Of the plain form (docs/measured/2026-11-30_h200_ordered.txt): 1.01
+    # at 1k, 0.99 at 16k; no head in reverse: 1.00, 0.97; 32 of them: 1.01, 0.92
+    (True, True, True): ((0, _WORKERS | {"mirrored": 8}),),
     # 422, 539, 583; head by head 387, 489, 589
     (False, False, True): ((0, {"section": 32}),),
-    # 330, 470, 537; without workers 312, 477, 523
-    (False, True, True): ((0, _WORKERS),),
+    # 330, 470, 537; without workers 312, 477, 523. Of the plain form: 1.02, 1.06 (8k 1.03), 0.93; with no head in
+    # reverse 0.97, 0.98 (0.97), 0.93; 32: 1.02, 0.91 (0.92), 0.91
+    (False, True, True): ((1024, _WORKERS | {"mirrored": 32}), (0, _WORKERS | {"mirrored": 8})),
 }
+# The same of deeper ones, by (band, ordered). Of the plain form at D256 4k, D192 4k: 0.81, 0.80; without sections 0.64,
+# 0.59 (0.70, 0.66 if no turn is deferred). Causal, with heads in reverse: 0.57 to 0.74 at D256.
+DEEP: dict[tuple[bool, bool], dict[str, Any]] = {(False, True): {"section": 64, "defers": True}}
 
 
 def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
@@ -43,7 +48,7 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     """
     spec, inner, inner_value = problem.spec, native(problem.d), native(problem.v)
     if inner + inner_value > 256:
-        return {}
+        return DEEP.get((spec.band, spec.deterministic), {})
     small = inner == inner_value == 64
     fields: dict[str, Any] = {"turns": True, "rows": 128 if small else 64}
     length = 0 if any_shape or not isinstance(problem.s, int) else problem.s

@@ -21,14 +21,14 @@ def placed(
 ) -> tuple[Any, Any, Any]:
     """(key tile, line, rising) of a place in the order of work of a `mirrored` plan.
 
-    rising: 1 where the first keys have the first turns. lines: (how many, in how many tiles they rise at most). Half of
-    these lines are mixed: in one of them alone each tile would wait for the one before, in many L2 could not hold them.
+    rising: 1 where the first keys have the first turns. lines: (how many, how many of them rise at most). These are
+    mixed: in one of them alone each tile would wait for the one before.
     """
-    lines, late = lines[0], low(lines[0] // 2, high(lines[1] // high(tiles, 1), 1))
+    lines, late = lines[0], low(lines[0] // 2, lines[1])
     early = lines - late
     rising = low(high(index - early * tiles + 1, 0), 1)
     width = early + rising * (late - early)
-    section = section + rising * (high(late // 2, 1) - section)
+    section = section + rising * (late - section)
     tile, line = sectioned(index - rising * early * tiles, tiles, width, section, True, low)
     return tile + rising * (tiles - 1 - 2 * tile), line + rising * early, rising
 

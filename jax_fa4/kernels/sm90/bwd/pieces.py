@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.kernels.common.copies import add_bulk
-from jax_fa4.kernels.common.ring import arrive, start, step, wait
+from jax_fa4.kernels.common.ring import arrive, step, wait
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm90.bwd.items import visit
 from jax_fa4.kernels.sm90.bwd.order import turn
@@ -76,28 +76,28 @@ def add_half(ctx, group: cutlass.Constexpr, to, at):
 
 
 @cute.jit
-def drain_half(ctx, group: cutlass.Constexpr):
-    """Adds a warpgroup's half of each dQ tile to the workspace; with `ordered`, in its turn. By one thread."""
+def drain_half(ctx, group: cutlass.Constexpr, at):
+    """Adds a warpgroup's half of each dQ tile to the workspace; with `ordered`, in its turn. By one thread. Returns the
+    next place."""
     plan = ctx.plan
     pieces = sum(columns_of(plan, group, piece)[1] > 0 for piece in range(plan.pieces))
-    if const_expr(pieces > 0):
-        at = start(0)
-        for g in cutlass.range(ctx.group, unroll=1):
-            line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
-            work = ctx.work + line * (plan.rows * plan.depth)
-            flags, given = None, Int32(-1)
-            if const_expr(plan.ordered):
-                flags = ctx.turns + (line * plan.halves + group)
-            for i in cutlass.range(ctx.first, ctx.last, unroll=1):
-                m = visit(ctx, i)
-                if const_expr(plan.ordered):
-                    given = await_half(ctx, group, (flags, m), given, at)
-                at = add_half(ctx, group, work + m.to(Int64) * (plan.rows * plan.depth), at)
-                if const_expr(plan.ordered):
-                    give_up(ctx, flags, given, pieces)
-                    given = m
-            if const_expr(plan.ordered):
-                give_up(ctx, flags, given, 0)
+    for g in cutlass.range(ctx.group, unroll=1):
+        line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
+        work = ctx.work + line * (plan.rows * plan.depth)
+        flags, given = None, Int32(-1)
+        if const_expr(plan.ordered):
+            flags = ctx.turns + (line * plan.halves + group)
+        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+            m = visit(ctx, i)
+            if const_expr(plan.ordered and pieces > 0):
+                given = await_half(ctx, group, (flags, m), given, at)
+            at = add_half(ctx, group, work + m.to(Int64) * (plan.rows * plan.depth), at)
+            if const_expr(plan.ordered and pieces > 0):
+                give_up(ctx, flags, given, pieces)
+                given = m
+        if const_expr(plan.ordered and pieces > 0):
+            give_up(ctx, flags, given, 0)
+    return at
 
 
 @cute.jit
@@ -113,8 +113,8 @@ def give_up(ctx, flags, m, later: cutlass.Constexpr):
 @cute.jit
 def await_half(ctx, group: cutlass.Constexpr, place, given, at):
     """Waits for the turn of a half at a query tile. place: (its head's counts of this half, it); at: its place in the
-    ring. `given`: the tile before, whose turn has not been given up. It is now, unless there is no time for it: what is
-    to be added is there already, and may be. Returns it then, else -1.
+    ring. `given`: the tile before, whose turn has not been given up. It is now; with `defers` not if what is to be
+    added is there already, and may be. Returns it then, else -1.
     """
     plan = ctx.plan
     flags, m = place
@@ -122,7 +122,7 @@ def await_half(ctx, group: cutlass.Constexpr, place, given, at):
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     if given >= 0:
         due = cutlass.Boolean(False)
-        if const_expr(plan.early):
+        if const_expr(plan.defers):
             due = cute.arch.mbarrier_test_wait(ctx.full[plan.part_rings[group]] + at.index, at.phase)
         if (now < count) | (not due):
             give_up(ctx, flags, given, 0)

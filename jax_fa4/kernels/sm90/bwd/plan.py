@@ -65,8 +65,8 @@ class Plan:
     dependent: bool = False  # main and postprocess are launched with programmatic dependence on the kernel before
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
-    early: bool = False  # with `ordered`: a turn is awaited before dQ is made, not after
-    mirrored: int = 0  # with `ordered` and `band`: so many tiles of keys, the last ones, go in reverse, see order.py
+    defers: bool = False  # `ordered` and `apart`: a turn is given up a step later where dQ is waiting to be added
+    mirrored: int = 0  # with `ordered` and `band`: key heads, the last ones, whose work goes in reverse, see order.py
     finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
     each_lane: bool = False  # every lane frees a stage of Q: compute-sanitizer follows no lane that speaks for its warp
     arch: str = "sm_90a"
@@ -83,6 +83,7 @@ class Plan:
             alone = self.turns or self.lagged or self.held or self.workers
             assert self.groups == 2 and self.rows == 64 and not alone, self
             assert self.inner // self.groups // self.pieces % 32 == 0, self
+        assert not self.defers or (self.ordered and self.apart), self
         assert self.mirrored == 0 or (self.ordered and self.band), self
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self

@@ -34,20 +34,13 @@ def drain(ctx, mine: cutlass.Constexpr, at):
         for i in cutlass.range(ctx.first, ctx.last, unroll=1):
             m = visit(ctx, i)
             if const_expr(plan.reducers == 1) or at.index == mine:
-                if const_expr(plan.ordered and plan.early):
+                if const_expr(plan.ordered):  # mostly it has come before dQ is made
                     await_turn(turns + (line + m), rank_of(ctx, m))
                 wait(ctx.full["dq"], at)
-                if const_expr(plan.ordered and not plan.early):
-                    await_turn(turns + (line + m), rank_of(ctx, m))
                 add_bulk(work + (line + m) * size, ctx.part + at.index * plan.part_numbers, nbytes)
-                if const_expr(plan.ordered and not plan.early):
-                    cute.arch.cp_async_bulk_wait_group(0)
-                else:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                if const_expr(plan.ordered and not plan.early):
-                    cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(free + at.index)
-                if const_expr(plan.ordered and plan.early):
+                if const_expr(plan.ordered):
                     cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
                     cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
             at = step(at, plan.parts)
@@ -130,7 +123,7 @@ def reduce(ctx, mine: cutlass.Constexpr):
     """
     if cute.arch.lane_idx() == 0:
         if const_expr(ctx.plan.apart):
-            drain_half(ctx, mine)
+            _ = drain_half(ctx, mine, start(0))
         elif const_expr(ctx.plan.workers > 0):
             _ = drain_items(ctx, mine)
         else:
