@@ -89,7 +89,7 @@ class BwdPre:
         each = (*tile, *("C",) * self.copies)
         work = Buffer("work", "float32", (*each, self.rows * self.work_depth), "scratch")
         made: tuple[Buffer, ...] = (stats, work) if self.work_depth else (stats,)
-        counts = (*each, *(self.turns,) * (self.turns > 1))
+        counts: tuple[str | int, ...] = (*each, self.turns) if self.turns > 1 else each
         made += (Buffer("turns", "int32", counts, "scratch"),) * (self.turns > 0)
         made += (Buffer("tickets", "int32", (1,), "scratch"),) * self.tickets
         made += (Buffer("cleared", "int32", ("B", "K"), "scratch"),) * (self.workers > 0)
