@@ -84,7 +84,7 @@ class Plan:
             assert self.groups == 2 and self.rows == 64 and not alone, self
             assert self.inner // self.groups // self.pieces % 32 == 0, self
         assert not self.defers or (self.ordered and self.apart), self
-        assert self.mirrored == 0 or (self.ordered and self.band), self
+        assert self.mirrored == 0 or (self.ordered and self.band and (self.turns or self.apart)), self
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
             assert not (self.lagged or self.held or self.direct), self
