@@ -176,7 +176,9 @@ def attend(ctx, q_at: Place, behind: Place):
     thread = ctx.thread - 128
     row = ctx.tile * plan.rows + first_row(thread)
     qk, pv = scores_mma(plan), output_mma(plan)
-    mine, ours = qk.get_slice(thread), pv.get_slice(thread)
+    # Slices of a warpgroup, not of a thread: descriptors are then computed in uniform registers.
+    whole = 128 * (ctx.warp // 4 - 1)
+    mine, ours = qk.get_slice(whole), pv.get_slice(whole)
     q = qk.make_fragment_A(mine.partition_A(ctx.q[2]))[None, None, None, q_at.index]
     k = qk.make_fragment_B(mine.partition_B(ctx.k[2]))
     v = pv.make_fragment_B(ours.partition_B(wgmma.turned(ctx.v[2])))
