@@ -176,6 +176,13 @@ def test_head_by_head_a_causal_call_waits_for_one_cta():
     assert time_of_all(plan, 1024, 16, 16, 16, 1) > 1.05
 
 
+def test_long_causal_calls_whose_heads_share_keys_have_values_last():
+    """Timed: values first and an early LSE pay with a key head for each head, and cost 12 % with 32:4 (H200)."""
+    for n, k in ((16, 16), (32, 4)):
+        plan = select(replace(problem(128, band=True), t=16384, s=16384, n=n, k=k), "sm_90a")
+        assert plan.values_first == plan.early == (n == k)
+
+
 DEPTHS = [(d, v) for d in range(8, 257, 8) for v in (d, 8, 64, 128, 200, 256)] + [(192, 128)]
 
 
