@@ -193,7 +193,7 @@ def test_heads_in_reverse_take_every_turn_once_and_sum_alike(case):
     assert len(sums) == 1
 
 
-IN_STEP = {"turns": False, "held": True, "workers": 0}
+IN_STEP = {"turns": False, "held": True, "workers": 0, "late": False, "kept": 0}
 # 12 bytes spill since warps wait for one another: no plan that `choose` takes is of this form.
 FINISHES = {"spill_allowance": 16, "workers": 2, "finishes": True, "parts": 1}
 VARIANTS = [

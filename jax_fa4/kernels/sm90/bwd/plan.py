@@ -108,8 +108,9 @@ class Plan:
     @property
     def form(self) -> tuple[str, ...]:
         """In words, what tells plans of one kind apart."""
-        named = ("turns", "workers", "section", "finishes", "clears")
-        return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)))
+        named = ("turns", "workers", "section", "kept", "late", "values_first", "early", "defers", "finishes", "clears")
+        mirrored = (f"mirrored {self.mirrored}",) if self.mirrored else ()  # two numbers of it are chosen, by length
+        return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)), *mirrored)
 
     @property
     def keys(self) -> int:
