@@ -4,6 +4,7 @@ import copy
 import importlib.metadata
 import importlib.util
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,42 @@ def test_segments_are_judged(today):
     assert run.judge(runs.launched(r, ptx)["backward"], r.scene.arm).safe
     broken = run.judge(runs.launched(r, drop_wait(1)(ptx))["backward"], r.scene.arm)
     assert not broken.safe and broken.result not in ("None", "timeout"), broken
+
+
+def _posts(name, edit=lambda post: post):
+    """The postprocess' launches of a run with turns by what it finds, its text edited."""
+    r = next(r for r in runs.runs() if r.name == name)
+    before, mark, post = runs.built(r.plan).rpartition(".visible .entry")
+    assert "_bwd_post_" in post[:400]
+    every = runs.launched(r, before + mark + edit(post))
+    return {n.removeprefix("bwd_post"): run.judge(one) for n, one in every.items() if n.startswith("bwd_post")}
+
+
+@pytest.mark.skipif(bool(run.missing()), reason=run.missing() or "-")
+@needs_compiler
+@pytest.mark.parametrize("name", ["bwd D64 ordered: one step", "bwd D128 pair ordered: one step"])
+def test_the_postprocess_of_turns_is_judged_in_all_that_it_may_find(name):
+    found = _posts(name)
+    assert len(found) == 3 and all(v.safe for v in found.values()), found
+    # all CTAs write what is the first one's to write
+    found = _posts(name, lambda post: post.replace("%ctaid.x", "0"))
+    assert {v.result for v in found.values()} == {"potential_race"}, found
+
+
+@pytest.mark.skipif(bool(run.missing()), reason=run.missing() or "-")
+@needs_compiler
+def test_the_postprocess_reads_where_it_is_told_that_somebody_added():
+    """A read of what another thread writes, in place of a read of the workspace: seen unless nothing was added."""
+
+    def reads_dq(post):
+        (dq,) = re.findall(r"ld\.param\.b64\s+(%rd\d+), \[\w+_param_2\]", post)
+        made, count = re.subn(r"(ld\.global\.v2\.b64\s+\{[^}]*\}), \[[^\]]*\]", rf"\1, [{dq}]", post)
+        assert count == 4
+        return made
+
+    found = _posts("bwd D64 ordered: one step", reads_dq)
+    assert found.pop(", nothing added").safe, found
+    assert len(found) == 2 and {v.result for v in found.values()} == {"potential_race"}, found
 
 
 @pytest.mark.prove

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,7 +159,30 @@ def launched(r: Run, ptx: str | None = None) -> dict[str, Launch]:
             others = ["S" if sweep.by_query else "T" for sweep in r.plan.sweeps]
         ptx = told_tiles(ptx, *(r.scene.rows or (0, r.scene.sizes[other] - 1) for other in others))
     names = [kernel.name for kernel in bind(r.plan, r.plan.extents(r.scene.sizes))]
-    return dict(zip(names, launches(r.plan, bind, r.scene.sizes, ptx, values(r)), strict=True))
+    made = dict(zip(names, launches(r.plan, bind, r.scene.sizes, ptx, values(r)), strict=True))
+    if getattr(r.plan, "ordered", False):
+        made |= _collected(r, bind, ptx, made["bwd_post"])
+    return made
+
+
+def _collected(r: Run, bind: Any, ptx: str, post: Launch) -> dict[str, Launch]:
+    """The postprocess of a plan with turns, by what it may find: it reads where somebody has added, and only there.
+
+    The counts are told as what memory holds. Three times: all have been added to; none, as where queries see no keys;
+    and of several tiles, and copies where there are any, some by none, some by one and some by two.
+    """
+    wide = {**r.scene.sizes, **{side: r.scene.sizes[side] + 256 for side in "TS"}}
+    (more,) = [one for one in launches(r.plan, bind, wide, ptx) if one.entry == post.entry]
+    found = {"bwd_post": (post, (1,)), "bwd_post, nothing added": (post, (0,))}
+    found["bwd_post, several tiles, some added to"] = (more, (2, 0, 1))
+    return {
+        name: replace(one, contents={"turns": [counts[i % len(counts)] for i in range(_numbers(one, "turns"))]})
+        for name, (one, counts) in found.items()
+    }
+
+
+def _numbers(one: Launch, name: str) -> int:
+    return math.prod(one.buffers[name][1])
 
 
 def judge(r: Run, ptx: str | None = None, timeout: int = 900) -> dict[str, run.Verdict]:

@@ -24,8 +24,9 @@ def told_turns(ptx: str) -> str:
     drawn = re.search(r"atom\S+\s+(%r\d+), .*?st\.shared\.b32\s+\S+ \1;", ptx, re.S)
     assert drawn, "no ticket is drawn in the text"
     at = drawn.end()
-    if "barrier.cluster.wait" in ptx[at : at + 400]:
-        read = re.compile(r"(ld\.shared::cluster\.s32 (%r\d+), \[%r\d+\];)")
+    # of a pair, whose CTAs meet before they read the leader's; between both lies a parameter's name, 300 letters long
+    read = re.compile(r"(ld\.shared::cluster\.s32 (%r\d+), \[%r\d+\];)")
+    if read.search(ptx, at):
         tail = read.sub(r"\1 mov.b32 \2, 0;", ptx[at:], count=1)
     else:
         at = ptx.index("bar.sync", at)

@@ -35,9 +35,7 @@ class BwdPre:
     _: KW_ONLY  # three plans make these: a flag put between others must not move theirs
     turns: int = False  # numbers of each query tile that it also zeroes: they count those that added to its dQ
     tickets: bool = False  # also zeroes the ticket counter of work that CTAs take
-    copies: bool = (
-        False  # C copies of those numbers and of the workspace, which is not zeroed; C: an extent of the call
-    )
+    copies: bool = False  # C copies of those, and of the workspace, which is then not zeroed; C: an extent
     releases: bool = False  # lets the kernel after it be launched early; that one must wait before it reads anything
     unseen: int = 0  # keys of a tile; also zeroes dQ of query tiles that see no key, where nobody else writes it
     band: bool = False  # as the main kernel's, for `unseen`

@@ -59,7 +59,7 @@ def bwd_post(
         right = (8 * ACROSS * n) // half  # whether these columns are the upper lanes'
         which.append((right * (POST_ROWS * 4) + (ACROSS * n - right * (half // 8)) * (2 * 4 * GROUP), wanted))
     form = cute.make_layout((4, 2), stride=(1, 4 * GROUP))
-    found = collected(plan, work + place, which, plan.tile * plan.inner, form, taken)
+    found = collected(plan, (work, place), which, plan.tile * plan.inner, form, taken)
     for n in cutlass.range_constexpr(len(which)):
         if which[n][1]:
             small.store((found[n].load() * scale).to(DTYPES[plan.dtype]).reshape(8))
