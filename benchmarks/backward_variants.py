@@ -4,7 +4,7 @@
     python benchmarks/backward_variants.py time 1024,4096,16384       # on the GPU; JAX_FA4_STORE names the filled store
     python benchmarks/backward_variants.py time 4096 d128,d64 lagged  # only these depths and variants (and the first)
 
-With FA4_PACKAGES, a folder that benchmarks/fa4_backward.py filled, `fill` and `time` have FlashAttention-4's own too.
+With FA4_PACKAGES, a folder that benchmarks/fa4_hopper.py filled, `fill` and `time` have FlashAttention-4's own too.
 16,384 tokens in all, 2048/D heads, bf16. FLOP: 10 B N T S D, half of it for causal. Each variant is timed three times,
 in turns, and its gradients are compared with the first's; a difference beyond two roundings is printed as WRONG.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from fa4_backward import ENV, Fa4
+from fa4_hopper import ENV, Fa4Backward
 
 from jax_fa4 import kernels
 from jax_fa4.ffi import call
@@ -52,7 +52,7 @@ DEPTHS = {"d128": (128, 128), "d64": (64, 64), "d96": (96, 96), "d256": (256, 25
 def plan_of(depths: tuple[int, int], causal: bool, fields: dict[str, Any]) -> Any:
     d, v = depths
     if fields is VARIANTS.get("fa4"):
-        return Fa4(d, causal)
+        return Fa4Backward(d, causal)
     plan = kernels.select(Problem(AttentionSpec(band=causal), 1, 1, 1, 1, 1, d, v, "bfloat16", "bwd"), "sm_90a", True)
     if plan.apart:
         fields = {
