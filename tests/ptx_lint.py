@@ -12,7 +12,7 @@ the direction that finds more. Rules and what breaks without them:
   elect        bulk copies, products, commits and expect_tx are issued by one elected thread
   init-fence   barriers are initialised, then fenced, then the CTA synchronises
   dependent    a kernel that starts before the one ahead of it has ended waits before it touches global memory (`early`)
-  registers    setmaxnreg values are those of the plan, in steps of 8, and fit the register file
+  registers    setmaxnreg values are those of the plan, in steps of 8, fit the register file, and go the way they say
 """
 
 from __future__ import annotations
@@ -477,7 +477,25 @@ RULES = (_wait_ld, _tensor_stores, _after_sync, _free_fence, _proxy, _elect, _in
 def lint(ptx: str) -> list[Finding]:
     """All findings of every kernel of a module."""
     found = [f for code in parse(ptx.rstrip("\0")) for rule in RULES for f in rule(code)]
+    found += _wrong_way(ptx)
     return sorted(set(found), key=lambda f: (f.line, f.rule))
+
+
+def _wrong_way(ptx: str) -> list[Finding]:
+    """Shares against what a thread has at the start: all that fits one CTA an SM, or the blocks that are asked for.
+
+    To ask for fewer frees none: whoever waits for them waits for ever. Neither emulator nor verifier models that.
+    """
+    found = []
+    for entry in re.finditer(r"\.entry\s.*?(?=\.entry\s|\Z)", ptx, re.S):
+        threads = re.search(r"\.reqntid\s+(\d+)", entry[0])
+        blocks = re.search(r"\.minnctapersm\s+(\d+)", entry[0])
+        for m in re.finditer(r"setmaxnreg\.(inc|dec)\S*\s+(\d+)", entry[0]) if threads else ():
+            given = REGISTER_FILE // (int(threads[1]) * int(blocks[1] if blocks else 1)) // 8 * 8
+            if (int(m[2]) < given) if m[1] == "inc" else (int(m[2]) > given):
+                line = ptx[: entry.start() + m.start()].count("\n") + 1
+                found.append(Finding("registers", line, f"setmaxnreg.{m[1]} to {m[2]}, a thread starts with {given}"))
+    return found
 
 
 def registers(ptx: str, shares: dict[int, int]) -> list[Finding]:

@@ -9,8 +9,9 @@ from jax_fa4.kernels.sm90.bwd.plan import Plan as Sm90Backward
 from jax_fa4.kernels.sm90.bwd.plan import form_for
 from jax_fa4.kernels.sm90.fwd.plan import Plan as Sm90Forward
 from jax_fa4.kernels.sm90.fwd.plan import tiles_for
-from jax_fa4.kernels.sm100.bwd.plan import Plan as Sm100Backward
+from jax_fa4.kernels.sm100.bwd.plan import choose as sm100_backward
 from jax_fa4.kernels.sm100.fwd.plan import Plan
+from jax_fa4.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "-")
 
@@ -19,7 +20,7 @@ FORWARDS = {
     "d128": Plan("bfloat16", 128, 128, spill_allowance=16),
 }
 OTHERS = {
-    "sm100 backward": Sm100Backward("bfloat16", 64, 64),
+    "sm100 backward": sm100_backward(Problem(AttentionSpec(), 1, 512, 512, 1, 1, 64, 64, "bfloat16", "bwd")),
     "sm90 forward": Sm90Forward("bfloat16", 128, 128, band=True, **tiles_for(128, 128)),
     "sm90 backward": Sm90Backward("bfloat16", 64, 64, **form_for(64, 64)),
 }
@@ -73,6 +74,12 @@ PLANTED = {
     "store not elected": ("copy", "elect", drop(r"@%p\d+ bra[^\n]*", -1)),
     "expect_tx not elected": ("gemm", "elect", drop(r"@%p17 bra[^\n]*")),
     "elected the wrong way round": ("gemm", "elect", edit(r"@%p9 bra", "@%p8 bra")),
+    "registers given up as if asked for": (
+        "sm100 backward",
+        "registers",
+        edit(r"setmaxnreg\.dec(\S*\s+120)", r"setmaxnreg.inc\1"),
+    ),
+    "registers asked for as if given up": ("d128", "registers", edit(r"setmaxnreg\.inc", "setmaxnreg.dec")),
     "barriers not fenced": ("gemm", "init-fence", drop(r"fence\.mbarrier_init[^\n]*")),
 }
 

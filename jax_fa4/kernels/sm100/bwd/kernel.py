@@ -29,6 +29,7 @@ from jax_fa4.kernels.sm100.bwd.mma import multiply
 from jax_fa4.kernels.sm100.bwd.order import course, placed, plain
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind
 from jax_fa4.kernels.sm100.bwd.reduce import reduce
+from jax_fa4.kernels.sm100.registers import hold
 
 FREE = 3  # named barrier: dK, dV and every dQ have been read, tensor memory may go
 FREE_THREADS = 3 * GROUP + WARP
@@ -81,7 +82,7 @@ def _play(ctx):
     """Each warp its role. Registers first: every warp of a warpgroup executes the same setmaxnreg."""
     plan = ctx.plan
     if ctx.warp >= plan.MMA:
-        cute.arch.setmaxregister_decrease(plan.registers[2])
+        hold(plan.registers[2], plan.threads)
         if ctx.warp == plan.MMA:
             multiply(ctx)
             cute.arch.barrier(barrier_id=FREE, number_of_threads=FREE_THREADS)
@@ -89,11 +90,11 @@ def _play(ctx):
         elif ctx.warp == plan.LOAD:
             load(ctx)
     elif ctx.warp >= plan.COMPUTE:
-        cute.arch.setmaxregister_increase(plan.registers[1])
+        hold(plan.registers[1], plan.threads)
         compute(ctx)
         cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=FREE_THREADS)
     else:
-        cute.arch.setmaxregister_increase(plan.registers[0])
+        hold(plan.registers[0], plan.threads)
         reduce(ctx)
         cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=FREE_THREADS)
 

@@ -24,6 +24,9 @@ DEEPEST = 256  # of bwd/wide, for what is deeper than here
 SLICE = 32  # columns of dQ that leave at a time
 # Where dQ has 64 columns, and with segments; found by trying, as spills do not fall steadily with registers.
 SHALLOW_REGISTERS = {False: (120, 152, 88), True: (104, 160, 88)}
+# Depths of 128 and 64 without a mask: dO has two stages there, and its descriptors want them in the MMA warp, where 12
+# to 36 bytes spill else. That compute has 120 then suffices, but not with segments.
+UNEQUAL_REGISTERS = (160, 120, 112)
 CAPPED_REGISTERS = (80, 184, 64)
 SERIAL_REGISTERS = (80, 168, 96)  # without a soft cap; else 8 to 92 bytes spill with these
 # Heads (of all examples) whose key tiles are taken across: key tiles of one head that run at once wait for each other's
@@ -262,6 +265,9 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         if wanted:
             raise Unsupported(f"{name}: the Blackwell backward has no kernel for it; implementation='xla' computes it")
     more: dict[str, Any] = {"registers": SHALLOW_REGISTERS[spec.segments]} if problem.d <= NATIVE_DEPTHS[0] else {}
+    unmasked = not (spec.band or spec.segments)
+    if unmasked and NATIVE_DEPTHS[0] < problem.d <= NATIVE_DEPTHS[1] and problem.v <= NATIVE_DEPTHS[0]:
+        more = {"registers": UNEQUAL_REGISTERS}
     if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
         more = {"at_once": False, "registers": CAPPED_REGISTERS}
     if max(problem.d, problem.v) > 128:  # no room for a second Q, nor registers for 192 columns of dQ

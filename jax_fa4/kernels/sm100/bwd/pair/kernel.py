@@ -33,9 +33,8 @@ from jax_fa4.kernels.sm100.bwd.pair.mma import multiply
 from jax_fa4.kernels.sm100.bwd.pair.plan import LOADED, STORED, bind
 from jax_fa4.kernels.sm100.bwd.pair.reduce import reduce
 from jax_fa4.kernels.sm100.bwd.plan import SECTION
+from jax_fa4.kernels.sm100.registers import hold
 from jax_fa4.kernels.sm100.sync import meet
-
-STARTING = 128  # registers a thread has at the start: all there are, over 512 threads
 
 
 def _shared(plan, memory):
@@ -97,19 +96,16 @@ def _play(ctx):
     """Each warp its role. Registers first: every warp of a warpgroup executes the same setmaxnreg."""
     plan = ctx.plan
     if ctx.warp >= plan.MMA:
-        cute.arch.setmaxregister_decrease(plan.registers[2])
+        hold(plan.registers[2], plan.threads)
         if ctx.warp == plan.MMA:
             multiply(ctx)
         elif ctx.warp == plan.LOAD:
             load(ctx)
     elif ctx.warp >= plan.COMPUTE:
-        cute.arch.setmaxregister_increase(plan.registers[1])
+        hold(plan.registers[1], plan.threads)
         compute(ctx)
     else:
-        if const_expr(plan.registers[0] > STARTING):
-            cute.arch.setmaxregister_increase(plan.registers[0])
-        else:
-            cute.arch.setmaxregister_decrease(plan.registers[0])
+        hold(plan.registers[0], plan.threads)
         reduce(ctx)
 
 
