@@ -144,15 +144,16 @@ def sample(program: Callable[[Any], Any], sets: Any, repeats: int) -> float:
 
 
 def time_in_turn(
-    programs: dict[str, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES
+    programs: dict[str, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES, seconds: float | None = None
 ) -> dict[str, list[float]]:
-    """Samples of every program, taken in turn, see `order_of`."""
+    """Samples of every program, taken in turn, see `order_of`; of SAMPLE_SECONDS each, or of other ones."""
+    seconds = SAMPLE_SECONDS if seconds is None else seconds
     repeats = {}
     for name, program in programs.items():
         for _ in range(WARM):
             jax.block_until_ready(program(sets))
         once = sample(program, sets, 1) * SETS
-        repeats[name] = max(1, round(SAMPLE_SECONDS / once))
+        repeats[name] = max(1, round(seconds / once))
     found: dict[str, list[float]] = {name: [] for name in programs}
     for n in range(samples):
         for name in order_of(n, list(programs)):
