@@ -316,7 +316,7 @@ def fill(cases: list[Case], names: list[str]) -> None:
 def take(cases: list[Case], args: argparse.Namespace) -> dict[str, Any]:
     """Measures the cases, printing as it goes. What fails, or might not end in time, is named as left."""
     begun = time.perf_counter()
-    found: dict[str, Any] = {"machine": machine(), "matmul_tflops": [benchmark.matmul_tflops()], "rows": [], "left": []}
+    found: dict[str, Any] = {"machine": machine(), "product_tflops": [benchmark.matmul_tflops()], "rows": [], "left": []}
     longest = 0.0
     for case in cases:
         started = time.perf_counter()
@@ -337,7 +337,7 @@ def take(cases: list[Case], args: argparse.Namespace) -> dict[str, Any]:
         ]
         words += [f"{r.name}: {r.note}" for r in new if r.note]
         print(f"{time.perf_counter() - begun:4.0f} s  {case.label:30s} {', '.join(words)}", flush=True)
-    found["matmul_tflops"].append(benchmark.matmul_tflops())
+    found["product_tflops"].append(benchmark.matmul_tflops())
     found["after"] = machine()
     benchmark.write(found, args.out)
     return found
@@ -382,7 +382,7 @@ def main() -> int:
     else:
         found = take(cases, args)
         print(table(found["rows"]))
-        print(f"8192^3 product before and after: {', '.join(f'{x:.0f}' for x in found['matmul_tflops'])} TFLOP/s")
+        print(f"8192^3 product before and after: {', '.join(f'{x:.0f}' for x in found['product_tflops'])} TFLOP/s")
         if found["left"]:
             print(f"not measured: {', '.join(found['left'])}")
             return 1
