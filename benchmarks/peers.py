@@ -316,7 +316,8 @@ def fill(cases: list[Case], names: list[str]) -> None:
 def take(cases: list[Case], args: argparse.Namespace) -> dict[str, Any]:
     """Measures the cases, printing as it goes. What fails, or might not end in time, is named as left."""
     begun = time.perf_counter()
-    found: dict[str, Any] = {"machine": machine(), "product_tflops": [benchmark.matmul_tflops()], "rows": [], "left": []}
+    found: dict[str, Any] = {"machine": machine(), "rows": [], "left": []}
+    found["product_tflops"] = [benchmark.matmul_tflops()]
     longest = 0.0
     for case in cases:
         started = time.perf_counter()
