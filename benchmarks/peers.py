@@ -3,6 +3,7 @@
     FA4_PACKAGES=FOLDER python benchmarks/peers.py fill       # where the DSL is: our kernels and theirs into the store
     python benchmarks/peers.py time --out peers.json          # on the GPU; JAX_FA4_STORE names the filled store
     python benchmarks/peers.py table peers.json               # the table of a report again
+    python benchmarks/peers.py brief peers.json               # ours over the best peer, as in README.md
 
 Twelve columns: depth 64 and 128, full and causal, 1k, 4k and 16k, bf16, 16,384 tokens in all, 2048 / depth heads.
 Inputs, clock, FLOP and order are those of `python -m jax_fa4 benchmark`. Three passes are timed, in each of which the
@@ -269,6 +270,30 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines + notes).rstrip()
 
 
+def brief(rows: list[dict[str, Any]]) -> str:
+    """Ours over the best peer in Markdown: a line for a direction and kind, a column for a length; means geometric."""
+    cases = [Case.from_label(label) for label in sorted({r["case"] for r in rows}, key=_place)]
+    lengths = sorted({case.length for case in cases})
+    lines = [["ours / best peer", *(f"{n // 1024}k" for n in lengths), "mean"], ["---"] * (len(lengths) + 2)]
+    for which, title in (("fwd", "forward"), ("bwd", "backward")):
+        rates = {
+            c.label: {r["name"]: r["tflops"][which] for r in rows if r["case"] == c.label and r["tflops"]}
+            for c in cases
+        }
+        found = {case: ratios(rates)[case.label]["ours/best peer"] for case in cases}
+        for depth, causal in dict.fromkeys((case.depth, case.causal) for case in cases):
+            here = {c.length: x for c, x in found.items() if (c.depth, c.causal) == (depth, causal)}
+            values = [*(here.get(n, math.nan) for n in lengths), mean(list(here.values()))]
+            lines.append([f"{title} D{depth} {'causal' if causal else 'full'}", *map(_told, values)])
+        lines.append([f"{title}, all", *[""] * len(lengths), _told(mean(list(found.values())))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _told(x: float) -> str:
+    """Two places; what is behind is bold, to be seen."""
+    return "" if math.isnan(x) else f"{x:.2f}" if round(x, 2) >= 1 else f"**{x:.2f}**"
+
+
 def ratios(rates: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """By case: ours and the peers over cuDNN, and ours over the best peer. NaN where a number is missing."""
     pairs = {"ours/cudnn": ("ours", "cudnn"), "fa4/cudnn": ("fa4", "cudnn"), "tokamax/cudnn": ("tokamax", "cudnn")}
@@ -359,8 +384,8 @@ def machine() -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("command", choices=("fill", "time", "table"))
-    made.add_argument("report", nargs="?", type=Path, help="for table: a report of time")
+    made.add_argument("command", choices=("fill", "time", "table", "brief"))
+    made.add_argument("report", nargs="?", type=Path, help="for table and brief: a report of time")
     made.add_argument("--names", nargs="+", choices=NAMES, default=list(NAMES[:4]))
     made.add_argument("--depths", nargs="+", type=int, choices=DEPTHS, default=list(DEPTHS))
     made.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
@@ -373,8 +398,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     cases = columns(args.depths, args.lengths)
-    if args.command == "table":
-        print(table(json.loads(args.report.read_text())["rows"]))
+    if args.command in ("table", "brief"):
+        print({"table": table, "brief": brief}[args.command](json.loads(args.report.read_text())["rows"]))
     elif args.command == "fill":
         fill(cases, args.names)
     elif jax.default_backend() != "gpu":

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from jax_fa4 import benchmark
 from jax_fa4.cases import Case
 from jax_fa4.ffi import runtime
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 TOY = {causal: Case(64, 72, 2, 2, causal=causal) for causal in (False, True)}
 BLOCK = """
 from torch import nothing_of_it_is_run
@@ -211,3 +213,29 @@ def test_the_table_and_its_means(peers, tmp_path, monkeypatch, capsys):
     assert lines[2][-8:] == "400 100 500 - 4.000 5.000 - 0.800".split() and "causal" in lines[2]
     assert lines[3] == "geometric mean 2.000 1.826 0.833 0.894".split()
     assert lines[7][-8:-4] == "200 50 250 -".split() and lines[-1] == f"{b} tokamax: not here".split()
+
+
+def test_readme_tells_where_we_are_behind(peers, capsys, monkeypatch):
+    """If it fails: put what `python benchmarks/peers.py brief REPORT` prints into README.md."""
+    readme = (ROOT / "README.md").read_text()
+    (name,) = re.findall(r"docs/measured/(\S*_h200_peers\.json)", readme)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "brief", str(ROOT / "docs" / "measured" / name)])
+    assert peers.main() == 0
+    text = capsys.readouterr().out.strip()
+    assert text in readme and "| forward D128 causal |" in text
+
+
+def test_what_is_behind_is_bold(peers):
+    case, other = (Case(64, n, 16384 // n, 32).label for n in (1024, 4096))
+    rates = {case: {"ours": 200.0, "cudnn": 100.0, "fa4": 400.0}, other: {"ours": 200.0, "cudnn": 100.0}}
+    rows = [
+        {"case": c, "name": name, "tflops": {"fwd": x, "bwd": 100.0}}
+        for c, of in rates.items()
+        for name, x in of.items()
+    ]
+    lines = peers.brief([*rows, {"case": other, "name": "fa4", "tflops": {}}]).splitlines()
+    assert (
+        lines[0] == "| ours / best peer | 1k | 4k | mean |"
+        and lines[2] == "| forward D64 full | **0.50** | 2.00 | 1.00 |"
+    )
+    assert lines[3] == "| forward, all |  |  | 1.00 |" and lines[5] == "| backward, all |  |  | 1.00 |"
