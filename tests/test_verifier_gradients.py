@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from micro import build
-from verifier import cases, gradients, ledger, measure, run
+from verifier import cases, gradients, ledger, masked, measure, run
 from verifier.describe import one_by_one
 from verifier.mutate import edit
 from verifier.told import without_additions
@@ -96,9 +96,10 @@ def test_a_wrong_small_kernel_is_not_proved(name):
 
 @pytest.mark.prove
 def test_recorded_verdicts_are_of_todays_kernels():
-    """The committed file, for both passes; `python tests/verifier/measure.py NAME` judges again."""
+    """The committed file, for both passes and masks; `python tests/verifier/measure.py NAME` judges again."""
     recorded = json.loads(measure.OUT.read_text())
     today = {name: cases.built(case.plan) for name, case in cases.EQUAL.items()}
+    today |= {name: cases.built(case.plan) for name, case in masked.EQUAL.items()}
     today |= {name: gradients.text(case) for name, case in gradients.EQUAL.items()}
     assert set(today) <= set(recorded), set(today) - set(recorded)
     for name, ptx in today.items():

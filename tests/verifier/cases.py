@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from verifier.describe import by_comparison, ideal_exponentials, never_moved, no
 SKIP, RESCALE = True, False  # the branch around the rescale is taken, or not
 HERE = Path(__file__).parent
 REFERENCE = run.Reference(HERE / "reference_attention.py", ("q", "k", "v", "ints"), ("out", "lse"))
-WINDOW = replace(REFERENCE, path=HERE / "reference_window.py")
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,6 @@ class Case:
     @property
     def values(self) -> dict[str, list]:
         e = self.sizes
-        if self.equal and self.plan.band:
-            return {"ints": [self.left] * (2 + 3 * e["B"])}
         if self.equal:  # one value for all: see `describe.binding`
             return {"ints": [UNBOUNDED] * (2 + 3 * e["B"])}
         q_len, kv_len = self.lengths or (e["T"], e["S"])
@@ -95,7 +92,6 @@ OPEN = {
     "equal, always rescaled, all MUFU, P at once": Case(
         forward(early=4, share=None, spill_allowance=16, **{**TWIN, "lazy": 0.0}), None, FEW, equal=True
     ),
-    "equal, window": Case(forward(band=True, **TWIN), RESCALE, {"T": 8, "S": 128}, 128, 128, equal=True),
 }
 
 
@@ -124,6 +120,4 @@ def ideal(case: Case, ptx: str) -> str:
 def judge(case: Case, ptx: str | None = None, timeout: int = 900) -> run.Verdict:
     if not case.equal:
         return run.judge(launched(case, ptx), case.arm, None, timeout)
-    return run.judge(
-        launched(case, ideal(case, ptx or built(case.plan))), case.arm, WINDOW if case.plan.band else REFERENCE, timeout
-    )
+    return run.judge(launched(case, ideal(case, ptx or built(case.plan))), case.arm, REFERENCE, timeout)

@@ -291,8 +291,10 @@ def _premise(launch: Launch, name: str) -> list[dict[str, Any]]:
     return [rule | {"element_type": t, "min_inclusive": value, "max_inclusive": value} for t in ("s32", "u32")]
 
 
-def binding(launch: Launch, inputs: list[str], outputs: list[str]) -> dict[str, Any]:
-    """Which buffers the reference's arguments and results are."""
+def binding(
+    launch: Launch, inputs: list[str], outputs: list[str], constants: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Which buffers the reference's arguments and results are, and its arguments behind them, which are numbers."""
     side: dict[str, Any] = {"allocations": {}, "parameters": {}, "layouts": {}}
     arguments = []
     for name in inputs:
@@ -323,5 +325,5 @@ def binding(launch: Launch, inputs: list[str], outputs: list[str]) -> dict[str, 
         "right_inputs": side,
         "outputs": one or {"kind": "dense_tensors", "tensors": tensors},
         "output_value_semantics": "ideal_real",
-        "reference": {"arguments": arguments},
+        "reference": {"arguments": arguments + [{"name": n, "value": v} for n, v in (constants or {}).items()]},
     }

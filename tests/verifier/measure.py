@@ -34,10 +34,11 @@ def entry(case, verdict, ptx) -> dict:
 
 
 def main() -> None:
-    from verifier import cases, gradients, run
+    from verifier import cases, gradients, masked, run
 
     backward = {**gradients.EQUAL, **gradients.OPEN}
-    every = {**cases.QUICK, **cases.LONG, **cases.EQUAL, **cases.OPEN, **backward}
+    masks = {**masked.EQUAL, **masked.OPEN}
+    every = {**cases.QUICK, **cases.LONG, **cases.EQUAL, **cases.OPEN, **masks, **backward}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(every)}")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds a case")
@@ -51,7 +52,8 @@ def main() -> None:
         if name in backward:
             verdict, ptx = gradients.judge(case, timeout=args.timeout), gradients.text(case)
         else:
-            verdict, ptx = cases.judge(case, timeout=args.timeout), cases.built(case.plan)
+            judge = masked.judge if name in masks else cases.judge
+            verdict, ptx = judge(case, timeout=args.timeout), cases.built(case.plan)
         found[name] = entry(case, verdict, ptx)
         OUT.write_text(json.dumps(found, indent=1, default=str) + "\n")
         print(f"{name}: {verdict}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Reference:
-    """A file with `reference(...)`, which results it gives, from which operands."""
+    """A file with `reference(...)`, its results, its operands, and the constants after them."""
 
     path: Path
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    constants: dict[str, int] = field(default_factory=dict)
 
 
 def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | None = None, timeout: int = 900):
@@ -66,7 +67,7 @@ def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | 
         (at / "k.json").write_text(json.dumps(kernel_input(launch, arm)))
         more: dict[str, str] = {}
         if reference is not None:
-            bound = binding(launch, list(reference.inputs), list(reference.outputs))
+            bound = binding(launch, list(reference.inputs), list(reference.outputs), reference.constants)
             (at / "k.bind.json").write_text(json.dumps(bound))
             more = {"reference": str(reference.path), "reference_binding": str(at / "k.bind.json")}
         r = verify(

@@ -6,6 +6,10 @@ Lines keep their numbers. Loads stay, so that their order is still judged; only 
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Sequence
+
+from jax_fa4.ffi.buffers import VALUES
 
 
 def told_turns(ptx: str) -> str:
@@ -63,3 +67,34 @@ def without_additions(ptx: str) -> str:
     ptx, gone = re.subn(r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32[^;]+;", "", ptx)
     assert gone, "no bulk addition is in the text"
     return ptx
+
+
+def told_values(ptx: str, entry: str, parameter: int, values: Sequence[int | float]) -> str:
+    """Of one kernel: what it reads from its value operand number `parameter` is these constants, example 0's for all.
+
+    The prover has no channel for single elements of an operand. Loads stay; each is followed by its registers' values.
+    """
+    start = ptx.index(f".entry {entry}(")
+    end = ptx.find(".entry ", start + 1) % (len(ptx) + 1)
+    body = ptx[start:end]
+    head = re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[{entry}_param_{parameter}\];", body)
+    assert len(head) == 1, f"parameter {parameter} of {entry} is read {len(head)} times"
+    # of the second half, the numbers of an example, the address is computed
+    mine = {m[1] for m in re.finditer(rf"add\.s64\s+(%rd\d+), {head[0]}, %rd\d+;", body)}
+    first = {head[0]: 0} | dict.fromkeys(mine, VALUES.example(0))
+    load = rf"ld\.global(?:\.v\d)?\.[bf]32\s+(?:\{{([^}}]+)\}}|(%r\d+)), \[({'|'.join(first)})(?:\+(\d+))?\];"
+
+    def told(match: re.Match) -> str:
+        registers = re.findall(r"%r\d+", match[1] or match[2])
+        at = first[match[3]] + int(match[4] or 0) // 4
+        return match[0] + "".join(f" mov.b32 {r}, {_literal(values[at + i])};" for i, r in enumerate(registers))
+
+    made, count = re.subn(load, told, body)
+    uses = sum(len(re.findall(rf"{r}\b", body)) for r in first) - 1 - 2 * len(mine)
+    assert count and count == uses, f"{count} loads of the value operand were found, it is used {uses} times"
+    return ptx[:start] + made + ptx[end:]
+
+
+def _literal(x: int | float) -> str:
+    """A 32-bit number as PTX writes it."""
+    return str(x) if isinstance(x, int) else f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"

@@ -1,0 +1,100 @@
+"""The Blackwell forward equals attention under masks, over the real numbers, and a wrong mask is not proved."""
+
+import re
+import runpy
+
+import pytest
+from micro import build
+from verifier import cases, masked, run
+from verifier.mutate import edit
+from verifier.told import told_values
+
+pytestmark = pytest.mark.skipif(
+    bool(run.missing(True) or build.missing()), reason=run.missing(True) or build.missing() or "-"
+)
+CAUSAL = "equal, causal, one block"
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", masked.EQUAL)
+def test_masked_forward_equals_attention(name):
+    """Output and log-sum-exp. Sides, lengths and offset are constants in the PTX, see `told.told_values`."""
+    verdict = masked.judge(masked.EQUAL[name], timeout=1800)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.prove
+def test_a_wrong_mask_is_not_proved():
+    """Column 66 has its neighbour's bit: of rows that see 65 to 72 keys one loses its last. Race-free."""
+    case = masked.EQUAL[CAUSAL]
+    wrong = edit(r"and\.b32 (\s*%r\d+, %r\d+), 4;", r"and.b32 \1, 8;", 2)
+    verdict = masked.judge(case, wrong(cases.built(case.plan)))
+    assert verdict.result == "equivalence_not_proven", verdict
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("name", "field"), [(CAUSAL, "last"), ("equal, window", "first")])
+def test_a_reference_with_another_mask_is_not_proved(name, field):
+    """Of one key more."""
+    case = masked.EQUAL[name]
+    verdict = masked.judge(case, constants=case.seen | {field: case.seen[field] + 1})
+    assert verdict.result == "equivalence_not_proven", verdict
+
+
+@pytest.mark.parametrize("name", masked.EQUAL)
+def test_references_are_softmax_over_what_a_mask_shows(name):
+    """Of the case's own numbers, on float32 data, against the mask written out as a matrix of visible pairs."""
+    import torch
+
+    case = masked.EQUAL[name]
+    e = case.sizes
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn((1, n, h, 64), generator=draw, dtype=torch.float64)
+        for n, h in zip("TSS", "NKK", strict=True)
+        for n, h in [(e[n], e[h])]
+    )
+    out, lse = runpy.run_path(str(case.reference.path))["reference"](q, k, v, **case.seen)
+    row, key = torch.arange(e["T"])[:, None], torch.arange(e["S"])[None, :]
+    left, right, _, length, offset = case.values["ints"]
+    seen = (
+        (key >= row + offset - left) & (key <= row + offset + right) & (key < length)
+        if case.plan.band
+        else key < length
+    )
+    for h in range(e["N"]):
+        at = h * e["K"] // e["N"]
+        scores = (q[0, :, h] @ k[0, :, at].T / 8).masked_fill(~seen, -float("inf"))
+        assert torch.allclose(lse[0, h].double(), scores.logsumexp(1), atol=1e-5)
+        assert torch.allclose(out[0, :, h], scores.softmax(1) @ v[0, :, at], atol=1e-5)
+
+
+LOADS = """
+.entry other(
+ld.param.b64 %rd1, [other_param_2];
+ld.global.b32 %r9, [%rd1];
+.entry forward(
+ld.param.b64 	%rd1, [forward_param_2];
+add.s64 	%rd2, %rd1, %rd3;
+ld.global.b32 	%r1, [%rd2+4];
+ld.global.v2.b32 	{%r2, %r3}, [%rd1];
+ld.global.b32 	%r4, [%rd2+8];
+add.s32 %r5, %r4, %r3;
+"""
+
+
+def test_numbers_are_told_where_they_are_loaded():
+    made = told_values(LOADS, "forward", 2, [11, 12, 13, 14, 15])
+    assert dict(re.findall(r"mov\.b32 (%r\d), (\d+);", made)) == {"%r1": "14", "%r2": "11", "%r3": "12", "%r4": "15"}
+    assert re.sub(r" mov\.b32 %r\d, \d+;", "", made) == LOADS
+    assert "mov.b32 %r2, 0f3E000000;" in told_values(LOADS, "forward", 2, [0.125, 1.0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "more", ("ld.global.b64 %rd7, [%rd2];", "add.s32 %r6, %rd1, 1;", "ld.global.b32 %r6, [%rd2+%r7];")
+)
+def test_a_number_that_is_not_told_is_said(more):
+    with pytest.raises(AssertionError, match=r"3 loads .* used 4 times"):
+        told_values(LOADS + more, "forward", 2, [11, 12, 13, 14, 15])
+    with pytest.raises(AssertionError, match="read 0 times"):
+        told_values(LOADS, "forward", 3, [11])
