@@ -103,14 +103,17 @@ def executed(ptx, values):
     return known
 
 
-@pytest.mark.parametrize("word", ("%r6", "%r3"))
+@pytest.mark.parametrize("word", ("%r6", "%r3", "%r1"))
 def test_a_bit_of_a_word_is_a_comparison_of_its_column(word):
-    """All bounds inside, at and past a word, all columns, both ways in which the compiler tests a bit."""
-    text = SHIFTS
+    """All bounds inside, at and past a word, all columns, both ways in which the compiler tests a bit. %r1: of hidden
+    ones."""
+    text, hides = SHIFTS, word == "%r1"
     for j in range(31):
         test, arms = ("ne", f"%r7, {HIDDEN}") if j % 2 else ("eq", f"{HIDDEN}, %r7")
+        test = {"eq": "ne", "ne": "eq"}[test] if hides else test
         text += f"and.b32 %r8, {word}, {1 << j};\nsetp.{test}.b32 %p1, %r8, 0;\nselp.f32 %r{10 + j}, {arms}, %p1;\n"
-    text += f"setp.gt.s32 %p1, {word}, -1;\nselp.f32 %r41, {HIDDEN}, %r7, %p1;\n"
+    last = f"%r7, {HIDDEN}" if hides else f"{HIDDEN}, %r7"
+    text += f"setp.gt.s32 %p1, {word}, -1;\nselp.f32 %r41, {last}, %p1;\n"
     made = by_comparison(text)
     assert made.count("\n") == text.count("\n") and "and.b32 %r8" not in made and made.count("setp.le.s32") == 32
     for begin in (0, 1, 2, 15, 30, 31, 32, 33, 200):
@@ -119,7 +122,7 @@ def test_a_bit_of_a_word_is_a_comparison_of_its_column(word):
             before, after = executed(text, given), executed(made, given)
             for j in range(32):
                 assert before[f"%r{10 + j}"] == after[f"%r{10 + j}"], (begin, end, j)
-                assert (before[f"%r{10 + j}"] == 1.5) == (j < end and (j >= begin or word == "%r3"))
+                assert (before[f"%r{10 + j}"] == 1.5) == (j < end and (j >= begin or word != "%r6"))
 
 
 def test_only_hidden_scores_become_comparisons():

@@ -20,7 +20,7 @@ def normal(ptx: str) -> str:
     32 does; it refuses large counts. A selection between floats is written as one, the bits being the same. Addresses
     that are rounded up to 16 bytes, of rows that are multiples of them, are what they were: it loses track of them.
     "x = 0 selects a, else b" becomes "x != 0 selects b, else a": of a sum of exponentials the prover knows that it is
-    not 0, and concludes nothing from that about "= 0". Its values are reals, so not `neu`.
+    not 0, and concludes nothing from that about "= 0". Its values are reals, so `ne` where PTX has `neu`.
     Descriptors are unsigned: the swizzle of 64 bytes sets the highest bit, and it takes them for negative.
     """
     ptx = ptx.rstrip("\0").replace(".collector::a::discard", "")
@@ -30,6 +30,11 @@ def normal(ptx: str) -> str:
     ptx = re.sub(r"add\.s64(\s+)(%rd\d+), (%rd\d+), (\d+);(\s*)and\.b64(\s+%rd\d+), \2, -16;", _rounded, ptx)
     ptx = re.sub(r"(or\.b64\s+%rd\d+, %rd\d+, )(-\d+);", lambda m: f"{m[1]}{int(m[2]) & (1 << 64) - 1};", ptx)
     ptx = re.sub(r"add\.s64 ([ab]), ", r"add.u64 \1, ", ptx)
+    return "".join(_floats(part) for part in re.split(r"(?=\.entry )", ptx))
+
+
+def _floats(ptx: str) -> str:
+    """Of one kernel, as register names are its own: what `normal` does to selections between floats."""
     floats = set()
     for line in ptx.splitlines():
         op = line.split(None, 1)
@@ -65,19 +70,21 @@ def by_comparison(ptx: str) -> str:
     """Scores that a bit of a word of visible columns hides, as hidden by comparisons of their column with its bounds.
 
     The word is ~(-1 << end) & (-1 << begin) or the first half of it, with bounds that are not negative: bit j is set
-    where begin <= j < end. A selection by a bit is beyond the prover ("scalar projection crosses producer element
-    boundaries"). Takes what `normal` gives; lines stay.
+    where begin <= j < end. Or it is -1 << end alone, the hidden columns' word. A selection by a bit is beyond the
+    prover ("scalar projection crosses producer element boundaries"). Takes what `normal` gives; lines stay.
     """
-    bounds = _bounds_of_words(ptx)
+    bounds, ends = _bounds_of_words(ptx)
 
-    def either(match: re.Match, word: str, column: int, shown: bool) -> str:
-        if word not in bounds:
+    def either(match: re.Match, word: str, column: int, set_: bool) -> str:
+        """set_: whether the first arm is chosen where the bit is set."""
+        if word not in bounds and word not in ends:
             return match[0]
+        shown = set_ == (word in bounds)
         to, *arms = re.fullmatch(r"selp\.f32\s+(%r\d+), ([^,]+), ([^,]+), %p\d+;", match["chosen"]).groups()
         value, hidden = arms if shown else arms[::-1]
         if hidden != HIDDEN:
             raise ValueError(f"{match['chosen']}: the arm of a hidden score is no {HIDDEN}")
-        (begin, end), p = bounds[word], match["p"]
+        (begin, end), p = bounds.get(word) or (None, ends[word]), match["p"]
         made = [match["between"].strip()]
         if begin:
             made.append(f"setp.gt.s32 {p}, {begin}, {column}; selp.f32 {to}, {HIDDEN}, {value}, {p};")
@@ -100,8 +107,9 @@ def by_comparison(ptx: str) -> str:
     return re.sub(sign + chosen, lambda m: either(m, m["word"], 31, False), ptx)
 
 
-def _bounds_of_words(ptx: str) -> dict[str, tuple[str | None, str]]:
-    """Register of a word of visible columns -> the registers (begin or None, end) that it was made from."""
+def _bounds_of_words(ptx: str) -> tuple[dict[str, tuple[str | None, str]], dict[str, str]]:
+    """Register of a word of visible columns -> the registers (begin or None, end) that it was made from; and of words
+    of all columns from one on -> that one."""
     from_ = {m[1]: m[2] for m in re.finditer(r"min\.u32 (%r\d+), (%r\d+), 32; shl\.b32 \1, -1, \1;", ptx)}
     before = {m[1]: from_[m[2]] for m in re.finditer(r"not\.b32\s+(%r\d+), (%r\d+);", ptx) if m[2] in from_}
     found: dict[str, tuple[str | None, str]] = {word: (None, end) for word, end in before.items()}
@@ -109,11 +117,12 @@ def _bounds_of_words(ptx: str) -> dict[str, tuple[str | None, str]]:
         a, b = both if both[0] in from_ else both[::-1]
         if a in from_ and b in before:
             found[word] = (from_[a], before[b])
-    return found
+    return found, from_
 
 
 def _by_difference(ptx: str) -> str:
     """Comparisons of floats with 0 that only selections use: by "not equal", with the selections' arms exchanged."""
+    ptx = re.sub(r"setp\.neu(\.f32\s+%p\d+, %r\d+, 0f00000000;)", r"setp.ne\1", ptx)
     for test in re.findall(r"setp\.eq\.f32\s+(%p\d+), %r\d+, 0f00000000;", ptx):
         chosen = rf"(selp\.\w+\s+%\w+), ([^,;]+), ([^,;]+), {test};"
         if len(re.findall(rf"{test}\b", ptx)) == 1 + len(re.findall(chosen, ptx)):

@@ -18,12 +18,15 @@ from jax_fa4.kernels.sm100.bwd.pair.plan import PairPlan
 from jax_fa4.kernels.sm100.bwd.plan import Plan
 from jax_fa4.mask import UNBOUNDED
 from verifier import cases, run
-from verifier.describe import one_by_one
-from verifier.told import without_additions
+from verifier.describe import by_comparison, normal, one_by_one
+from verifier.told import told_turns, told_values, without_additions
 
 HERE = Path(__file__).parent
 OPERANDS = ("q", "k", "v", "dout", "stats", "ints", "floats")
 MAIN = run.Reference(HERE / "reference_gradients.py", OPERANDS, ("dk", "dv"))
+PREFIX = run.Reference(
+    HERE / "reference_gradients_prefix.py", tuple(x for x in OPERANDS if x != "ints"), MAIN.outputs
+)  # numbers of the mask are told
 FIRST = ("out", "dout", "lse", "dlse", "ints")
 PRE = run.Reference(HERE / "reference_statistics.py", FIRST, ("stats", "work"))
 FRAGMENTS = replace(MAIN, path=HERE / "reference_gradients_fragments.py")
@@ -39,6 +42,7 @@ class Case:
     kernel: str = "backward"
     shapes: dict[str, int] = field(default_factory=dict)
     rows: bool = False  # the twin of rows.py
+    left: int = UNBOUNDED  # query i sees the keys from i - left on
     equal: bool = True
 
     @property
@@ -47,7 +51,14 @@ class Case:
 
     @property
     def values(self) -> dict[str, list]:
-        return {"ints": [UNBOUNDED] * (2 + 3 * self.sizes["B"])}
+        """With a band they are told: see `launched`."""
+        return {
+            "ints": [
+                self.left,
+                UNBOUNDED,
+                *(UNBOUNDED, UNBOUNDED, 0 if self.plan.band else UNBOUNDED) * self.sizes["B"],
+            ]
+        }
 
 
 def backward(d: int = 64, dtype: str = "bfloat16", **kinds: Any) -> Plan:
@@ -59,8 +70,12 @@ EQUAL = {
     "gradients, D 64, statistics": Case(backward(), "bwd_pre"),
     "gradients, D 64, dQ of the workspace": Case(backward(), "bwd_post"),
 }
+MORE = {
+    "gradients, D 64, a window": Case(backward(band=True), rows=True, left=32),
+    "gradients, D 64, in turns": Case(backward(ordered=True), rows=True),
+}
 # Asked too, with no verdict that a test may rest on; where each stops is said in docs/measured/emulator.md.
-OPEN = {
+OPEN = MORE | {
     "gradients, D 64, one step, no twin": Case(backward()),
     "gradients, D 64, two steps": Case(backward(), rows=True, shapes={"T": 256}),
     "gradients, D 128, a pair": Case(PairPlan("bfloat16", 128, 128), shapes={"S": 256}),
@@ -80,10 +95,15 @@ def text(case: Case) -> str:
 
 
 def launched(case: Case, ptx: str | None = None) -> Launch:
-    ptx = one_by_one(without_additions(text(case) if ptx is None else ptx))
+    ptx = text(case) if ptx is None else ptx
+    ptx = one_by_one(without_additions(told_turns(ptx) if case.plan.ordered else ptx))
     bind = importlib.import_module(case.plan.launcher.rsplit(".", 1)[0] + ".plan").bind
     names = [kernel.name for kernel in bind(case.plan, case.plan.extents(case.sizes))]
-    one = launches(case.plan, bind, case.sizes, ptx, case.values)[names.index(case.kernel)]
+    known = None if case.plan.band else case.values
+    one = launches(case.plan, bind, case.sizes, ptx, known)[names.index(case.kernel)]
+    if case.plan.band:
+        (at,) = (p.index for p in one.parameters if p.name == "ints")
+        one = replace(one, ptx=by_comparison(normal(told_values(ptx, one.entry, at, case.values["ints"]))))
     if case.kernel != "bwd_pre":
         return one
     # Statistics by what, 16 queries, q, b and e, see their reference: the prover does not divide indices by 16.
@@ -95,4 +115,6 @@ def judge(
 ) -> run.Verdict:
     fragments = case.plan.pre.fragments and not case.rows
     known = FRAGMENTS if case.kernel == "backward" and fragments else REFERENCES[case.kernel]
+    if case.plan.band:
+        known = replace(PREFIX, constants={"last": case.left})
     return run.judge(launched(case, ptx), None, reference or known, timeout)

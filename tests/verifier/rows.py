@@ -1,4 +1,4 @@
-"""A twin of the Blackwell backward without a mask: a compute thread has 64 scores of one key, not 16 each of four.
+"""A twin of the Blackwell backward, with a band or not: a compute thread has 64 scores of one key, not 16 each of four.
 
 So P and dS are written as rows. The prover cannot follow them as fragments from tensor memory into a product
 ("projection crosses independent read-result domains"). All else is the call's: loads, rings, products, descriptors,
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd import compute
 from jax_fa4.kernels.sm100.bwd.compute import CHUNK, LOG2_E, WORD, differences, exponentials, piece, rounded, statistics
+from jax_fa4.kernels.sm100.bwd.mask import covered, hide, limits
 from jax_fa4.kernels.sm100.sync import arrive_warp, before_arrive
 
 
@@ -24,6 +26,11 @@ def weigh(ctx, m, group, thread, stats_at, ids):
     line = tmem.read(ctx.tmem + (plan.at("s") + half * group), half, thread)
     tmem.loaded()
     scale = ctx.scale * LOG2_E
+    if const_expr(plan.band):
+        if not covered(ctx, m):
+            bounds = limits(ctx, ctx.tile * plan.tile + thread, m * plan.tile + half * group)
+            for c in cutlass.range_constexpr(0, half, WORD):
+                hide(plan, piece(line, c, WORD), c, bounds)
     for c in cutlass.range_constexpr(0, half, WORD):
         part, lse = piece(line, c, WORD), statistics(ctx, stats_at, 0, half * group + c)
         exponentials(part, lse, scale, part)
@@ -62,7 +69,7 @@ def built(plan) -> str:
     """The twin's PTX."""
     from jax_fa4.ffi.compile import build
 
-    assert not (plan.band or plan.segments or plan.soft_cap or plan.ordered), f"the twin has none of these: {plan}"
+    assert not (plan.segments or plan.soft_cap), f"the twin has none of these: {plan}"
     before = compute._weigh, compute._differ
     compute._weigh, compute._differ = weigh, differ
     try:

@@ -98,3 +98,12 @@ def told_values(ptx: str, entry: str, parameter: int, values: Sequence[int | flo
 def _literal(x: int | float) -> str:
     """A 32-bit number as PTX writes it."""
     return str(x) if isinstance(x, int) else f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def without_lse(ptx: str, entry: str) -> str:
+    """Of one forward or combining kernel: the log-sum-exp is not stored, so that the output alone is asked."""
+    start = ptx.index(f".entry {entry}(")
+    end = ptx.find(".entry ", start + 1) % (len(ptx) + 1)
+    made, gone = re.subn(r"st\.global\.[bf]32\s+\[%rd\d+(?:\+\d+)?\], %r\d+;", "", ptx[start:end])
+    assert gone, f"{entry} stores no single float"
+    return ptx[:start] + made + ptx[end:]
