@@ -68,6 +68,12 @@ def test_a_selection_by_zero_keeps_its_arms():
         assert "setp.eq.f32" in normal(f"{text}\n{use}") and "selp.f32 %r3, 0f00000000, %r2, %p1;" in normal(text + use)
 
 
+def test_registers_are_a_kernels_own():
+    """A select of integers stays one where another kernel of the module has a float of that name."""
+    floats, whole = ".entry a(\nadd.f32 %r1, %r2, %r3;\n", "selp.b32 %r1, -1, 0, %p1;\n"
+    assert "selp.b32" in normal(floats + ".entry b(\n" + whole) and "selp.f32" in normal(floats + whole)
+
+
 SHIFTS = """min.u32 %r1, %r2, 32; shl.b32 %r1, -1, %r1;
 not.b32 %r3, %r1;
 min.u32 %r4, %r5, 32; shl.b32 %r4, -1, %r4;

@@ -14,6 +14,7 @@ from verifier.told import without_additions
 pytestmark = pytest.mark.skipif(
     bool(run.missing(True) or build.missing()), reason=run.missing(True) or build.missing() or "-"
 )
+TURNS = "gradients, D 64, in turns"
 STEP, PRE, POST = (f"gradients, D 64, {x}" for x in ("one step", "statistics", "dQ of the workspace"))
 
 
@@ -37,9 +38,9 @@ WRONG = {  # race-free, both
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_backward_is_not_proved(name):
-    case = gradients.EQUAL[STEP]
+@pytest.mark.parametrize(("which", "name"), [*((STEP, name) for name in WRONG), (TURNS, next(iter(WRONG)))])
+def test_a_wrong_backward_is_not_proved(which, name):
+    case = gradients.EQUAL[which]
     verdict = gradients.judge(case, WRONG[name](gradients.text(case)))
     assert verdict.result == "equivalence_not_proven", verdict
 

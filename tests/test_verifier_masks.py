@@ -8,7 +8,7 @@ import pytest
 from micro import build
 from verifier import cases, masked, run
 from verifier.mutate import edit
-from verifier.told import told_values
+from verifier.told import told_values, without_lse
 
 pytestmark = pytest.mark.skipif(
     bool(run.missing(True) or build.missing()), reason=run.missing(True) or build.missing() or "-"
@@ -152,3 +152,12 @@ def test_a_number_that_is_not_told_is_said(more):
         told_values(LOADS + more, "forward", 2, [11, 12, 13, 14, 15])
     with pytest.raises(AssertionError, match="read 0 times"):
         told_values(LOADS, "forward", 3, [11])
+
+
+def test_only_a_log_sum_exp_that_is_there_is_left_out():
+    with pytest.raises(AssertionError, match="forward stores no single float"):
+        without_lse(LOADS, "forward")
+    stored = "st.global.b32 \t[%rd7], %r5;\n"
+    assert without_lse(LOADS + stored, "forward").rstrip() == LOADS.rstrip()
+    with pytest.raises(AssertionError, match="other"):
+        without_lse(LOADS + stored, "other")

@@ -67,12 +67,12 @@ def backward(d: int = 64, dtype: str = "bfloat16", **kinds: Any) -> Plan:
 
 EQUAL = {
     "gradients, D 64, one step": Case(backward(), rows=True),
+    "gradients, D 64, in turns": Case(backward(ordered=True), rows=True),
     "gradients, D 64, statistics": Case(backward(), "bwd_pre"),
     "gradients, D 64, dQ of the workspace": Case(backward(), "bwd_post"),
 }
 MORE = {
     "gradients, D 64, a window": Case(backward(band=True), rows=True, left=32),
-    "gradients, D 64, in turns": Case(backward(ordered=True), rows=True),
 }
 # Asked too, with no verdict that a test may rest on; where each stops is said in docs/measured/emulator.md.
 OPEN = MORE | {

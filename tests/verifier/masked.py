@@ -87,6 +87,7 @@ EQUAL = {
 
 MORE = {
     "equal, three blocks": Case(forward(**TWIN), RESCALE, {"T": 1, "S": 384}),
+    "equal, a pair of CTAs": Case(forward(pair=True, registers=(184, 88, 56), **TWIN), RESCALE, ONE),
     "equal, a window over two blocks": Case(banded(), RESCALE, {"T": 1, "S": 256}, 136, 0, offset=200),
 }
 # Asked too, with no verdict that a test may rest on.
