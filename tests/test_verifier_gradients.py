@@ -1,7 +1,9 @@
 """The Blackwell backward makes the gradients of attention, over the real numbers; wrong kernels are not proved to."""
 
 import json
+import math
 import re
+import runpy
 from dataclasses import replace
 
 import pytest
@@ -54,6 +56,33 @@ def test_a_wrong_reference_of_gradients_is_not_proved(tmp_path):
     assert wrong.read_text() != text
     verdict = gradients.judge(gradients.EQUAL[STEP], reference=replace(gradients.MAIN, path=wrong))
     assert verdict.result == "equivalence_not_proven", verdict
+
+
+@pytest.mark.prove
+def test_gradients_of_another_window_are_not_proved():
+    """The reference's is a key wider."""
+    case = gradients.EQUAL["gradients, D 64, a window"]
+    wrong = replace(gradients.PREFIX, constants={"last": case.left + 1, "scale": gradients.SCALE})
+    verdict = gradients.judge(case, reference=wrong)
+    assert verdict.result == "equivalence_not_proven", verdict
+
+
+@pytest.mark.parametrize(("heads", "last"), [(1, 32), (2, 128)])
+def test_the_reference_under_a_window_is_what_differentiation_gives(heads, last):
+    import torch
+
+    draw = torch.Generator().manual_seed(3)
+    n = 128
+    q, do = (torch.randn((1, n, heads, 64), generator=draw, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn((1, n, 1, 64), generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    row = torch.arange(n)
+    scores = torch.einsum("thd,sd->hts", q[0], k[0, :, 0]) / 8
+    scores = scores.masked_fill(row[:, None] > row[None, :] + last, -float("inf"))
+    out = torch.einsum("hts,sd->thd", scores.softmax(2), v[0, :, 0])
+    dk, dv = torch.autograd.grad((out * do[0]).sum(), (k, v))
+    stats = torch.stack([scores.logsumexp(2) / math.log(2), (out * do[0]).sum(2).T], 1).detach().float()
+    made = runpy.run_path(str(gradients.PREFIX.path))["reference"](q, k.detach(), v.detach(), do, stats, last, 0.125)
+    assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(made, (dk, dv), strict=True))
 
 
 def test_an_addition_that_is_not_there_is_told():

@@ -301,7 +301,7 @@ def _premise(launch: Launch, name: str) -> list[dict[str, Any]]:
 
 
 def binding(
-    launch: Launch, inputs: list[str], outputs: list[str], constants: dict[str, int] | None = None
+    launch: Launch, inputs: list[str], outputs: list[str], constants: dict[str, float] | None = None
 ) -> dict[str, Any]:
     """Which buffers the reference's arguments and results are, and its arguments behind them, which are numbers."""
     side: dict[str, Any] = {"allocations": {}, "parameters": {}, "layouts": {}}

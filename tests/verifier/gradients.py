@@ -25,8 +25,9 @@ HERE = Path(__file__).parent
 OPERANDS = ("q", "k", "v", "dout", "stats", "ints", "floats")
 MAIN = run.Reference(HERE / "reference_gradients.py", OPERANDS, ("dk", "dv"))
 PREFIX = run.Reference(
-    HERE / "reference_gradients_prefix.py", tuple(x for x in OPERANDS if x != "ints"), MAIN.outputs
-)  # numbers of the mask are told
+    HERE / "reference_gradients_prefix.py", OPERANDS[:5], MAIN.outputs
+)  # numbers of the mask are told, and the scale: -inf times what is only known to be a number is no number
+SCALE = 0.125
 FIRST = ("out", "dout", "lse", "dlse", "ints")
 PRE = run.Reference(HERE / "reference_statistics.py", FIRST, ("stats", "work"))
 FRAGMENTS = replace(MAIN, path=HERE / "reference_gradients_fragments.py")
@@ -43,6 +44,7 @@ class Case:
     shapes: dict[str, int] = field(default_factory=dict)
     rows: bool = False  # the twin of rows.py
     left: int = UNBOUNDED  # query i sees the keys from i - left on
+    constant: bool = False  # numbers of the mask and the scale are told
     equal: bool = True
 
     @property
@@ -51,7 +53,7 @@ class Case:
 
     @property
     def values(self) -> dict[str, list]:
-        """With a band they are told: see `launched`."""
+        """Told where they are constant: see `launched`."""
         return {
             "ints": [
                 self.left,
@@ -67,12 +69,18 @@ def backward(d: int = 64, dtype: str = "bfloat16", **kinds: Any) -> Plan:
 
 EQUAL = {
     "gradients, D 64, one step": Case(backward(), rows=True),
+    "gradients, D 64, a window": Case(backward(band=True), rows=True, left=32, constant=True),
+    "gradients, D 64, a window, two steps": Case(
+        backward(band=True), shapes={"T": 256}, left=32, rows=True, constant=True
+    ),
+    "gradients, D 64, two heads share keys": Case(backward(), shapes={"N": 2}, rows=True, constant=True),
     "gradients, D 64, in turns": Case(backward(ordered=True), rows=True),
     "gradients, D 64, statistics": Case(backward(), "bwd_pre"),
     "gradients, D 64, dQ of the workspace": Case(backward(), "bwd_post"),
 }
 MORE = {
-    "gradients, D 64, a window": Case(backward(band=True), rows=True, left=32),
+    "gradients, D 64, two steps, constant scale": Case(backward(), shapes={"T": 256}, rows=True, constant=True),
+    "gradients, D 128, one step": Case(backward(128), rows=True, constant=True),
 }
 # Asked too, with no verdict that a test may rest on; where each stops is said in docs/measured/emulator.md.
 OPEN = MORE | {
@@ -99,11 +107,12 @@ def launched(case: Case, ptx: str | None = None) -> Launch:
     ptx = one_by_one(without_additions(told_turns(ptx) if case.plan.ordered else ptx))
     bind = importlib.import_module(case.plan.launcher.rsplit(".", 1)[0] + ".plan").bind
     names = [kernel.name for kernel in bind(case.plan, case.plan.extents(case.sizes))]
-    known = None if case.plan.band else case.values
+    known = None if case.constant else case.values
     one = launches(case.plan, bind, case.sizes, ptx, known)[names.index(case.kernel)]
-    if case.plan.band:
-        (at,) = (p.index for p in one.parameters if p.name == "ints")
-        one = replace(one, ptx=by_comparison(normal(told_values(ptx, one.entry, at, case.values["ints"]))))
+    if case.constant:
+        at = {p.name: p.index for p in one.parameters}
+        ptx = told_values(ptx, one.entry, at["ints"], case.values["ints"])
+        one = replace(one, ptx=by_comparison(normal(told_values(ptx, one.entry, at["floats"], [SCALE, 0.0]))))
     if case.kernel != "bwd_pre":
         return one
     # Statistics by what, 16 queries, q, b and e, see their reference: the prover does not divide indices by 16.
@@ -115,6 +124,6 @@ def judge(
 ) -> run.Verdict:
     fragments = case.plan.pre.fragments and not case.rows
     known = FRAGMENTS if case.kernel == "backward" and fragments else REFERENCES[case.kernel]
-    if case.plan.band:
-        known = replace(PREFIX, constants={"last": case.left})
+    if case.constant:
+        known = replace(PREFIX, constants={"last": case.left, "scale": SCALE})
     return run.judge(launched(case, ptx), None, reference or known, timeout)

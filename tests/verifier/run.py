@@ -54,7 +54,7 @@ class Reference:
     path: Path
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    constants: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
 
 
 def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | None = None, timeout: int = 900):
