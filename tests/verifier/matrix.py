@@ -5,6 +5,8 @@ Goes on where it was stopped: what has a verdict on the same PTX is not judged a
 python tests/verifier/matrix.py --list          what there is, what has a verdict
 python tests/verifier/matrix.py --age           compiles what sources say has changed; other PTX makes a verdict stale
 python tests/verifier/matrix.py "bwd D64"       only runs whose name starts so
+
+Some hours on two cores; elsewhere.py lets a machine with more of them do it.
 """
 
 from __future__ import annotations
@@ -27,21 +29,29 @@ from verifier.kinds import kinds  # noqa: E402
 WHAT = "The verifier's verdicts on the sm_100a kernels. No Blackwell card has run them."
 
 
-def judged(r: runs.Run, timeout: int) -> dict[str, Any]:
-    """An entry of the ledger."""
-    verdicts = runs.judge(r, timeout=timeout)
-    short = ("result", "warnings", "seconds", "peak_mib")
-    entry = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+def about(r: runs.Run) -> dict[str, Any]:
+    """What a verdict is of."""
+    return {
         "versions": ledger.versions(),
         "plan": repr(r.plan),
         "code": ledger.code_digest(r.plan.launcher),
         "ptx": ledger.ptx_digest(runs.built(r.plan)),
         "scene": {k: v for k, v in asdict(r.scene).items() if v is not None and k not in ("name", "plan")},
-        "kernels": {name: {k: asdict(v)[k] for k in short} for name, v in verdicts.items()},
     }
+
+
+def with_verdicts(entry: dict[str, Any], verdicts: dict[str, run.Verdict]) -> dict[str, Any]:
+    """The entry with those of each kernel of the call."""
+    short = ("result", "warnings", "seconds", "peak_mib")
+    kernels = {name: {k: asdict(v)[k] for k in short} for name, v in verdicts.items()}
     words = {name: list(v.found) for name, v in verdicts.items() if v.found}
-    return entry | ({"found": words} if words else {})
+    return entry | {"kernels": kernels} | ({"found": words} if words else {})
+
+
+def judged(r: runs.Run, timeout: int) -> dict[str, Any]:
+    """An entry of the ledger."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return with_verdicts({"date": date, **about(r)}, runs.judge(r, timeout=timeout))
 
 
 def aged(entry: dict[str, Any], r: runs.Run | None) -> dict[str, Any]:
