@@ -506,7 +506,7 @@ def test_ring_sees_a_kernel_of_ours_broken(tree):
             if source.is_device_file and right.startswith("step(") and left.strip().isidentifier():
                 indent = line[: len(line) - len(line.lstrip())]
                 spoilt = Source(source.path, "\n".join([*lines[:i], indent + right, *lines[i + 1 :]]) + "\n")
-                found = ring.check_ring([spoilt if s.path == source.path else s for s in tree])
+                found = ring.check_ring([spoilt if s.path == source.path else s for s in tree], spoilt)
                 assert any(f.path == source.path and f.line == i + 1 for f in found), f"{source.path}:{i + 1}"
                 broken += 1
     assert broken >= 2
