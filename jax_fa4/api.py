@@ -139,7 +139,6 @@ def _flags(o: Options, bias: Any, mask: Any) -> AttentionSpec:
         bias=bias is not None,
         mask=mask is not None,
         deterministic=bool(deterministic),
-        near=spec.is_near(sides),
     )
 
 

@@ -18,9 +18,6 @@ ALIGNMENTS = ("top_left", "bottom_right")
 IMPLEMENTATIONS = ("fa4", "xla")
 
 
-NEAR = 2048  # keys that a query sees at most, where a window counts as narrow
-
-
 class Unsupported(NotImplementedError):
     """No kernel for this problem here. The text names the argument and what would work."""
 
@@ -41,7 +38,6 @@ class AttentionSpec:
     mask: bool = False  # a dense one
     deterministic: bool = False  # of the backward
     partial: bool = False  # the backward's out and lse are those of more keys than these (context parallelism)
-    near: bool = False  # a band known to be at most NEAR keys wide; decides between plans that are right for any
 
 
 @dataclass(frozen=True)
@@ -144,11 +140,6 @@ def band_sides(is_causal: bool, window: Any) -> tuple[int, int] | None:
     if left is None and right is None:
         return None
     return UNBOUNDED if left is None else left, UNBOUNDED if right is None else right
-
-
-def is_near(sides: tuple[int, int] | None) -> bool:
-    """Whether a query sees at most NEAR keys; sides: of `band_sides`."""
-    return sides is not None and UNBOUNDED not in sides and sides[0] + sides[1] < NEAR
 
 
 def _number(name: str, x: Any) -> float:

@@ -271,16 +271,3 @@ def test_varlen_never_cuts_silently() -> None:
         jax_fa4.attention_varlen(q, k, v, cu_q[::-1], cu_k, max_seqlen_q=7, max_seqlen_k=9)
     with pytest.raises(TypeError, match="max_seqlen_q must be a Python int"):
         jax_fa4.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=jnp.int32(7), max_seqlen_k=9)
-
-
-def test_a_call_says_whether_its_window_is_narrow():
-    """It chooses between plans (AttentionSpec.near); the sides stay run-time values."""
-    q = jnp.ones((1, 8, 1, 8))
-
-    def traced(**how):
-        return str(jax.make_jaxpr(lambda q: jax_fa4.attention(q, q, q, **how))(q))
-
-    assert "near=True" in traced(is_causal=True, local_window_size=(1024, 0))
-    assert "near=True" in traced(local_window_size=1023)
-    for wide in ({"is_causal": True}, {"is_causal": True, "local_window_size": (4096, 0)}, {}):
-        assert "near=False" in traced(**wide)

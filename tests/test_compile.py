@@ -159,7 +159,7 @@ def test_what_cannot_be_built_is_refused_and_what_is_slow_is_said():
     with pytest.warns(SlowKernel, match=r"fwd_sm_90a_d64_full.*serialises wgmma.*C7512"):
         build(Plan("bfloat16", 64, 64, keys=256, stages=1))
     with pytest.warns(SlowKernel, match=r"[1-9]\d* bytes of register spills, 0 are allowed"):
-        assert build(Plan("float16", 192, 128, band=True, segments=True, keys=128)).facts.spills
+        assert build(Plan("bfloat16", 64, 64, band=True, workers=2, turns=True, halfway=True)).facts.spills
 
 
 # As the DSL prints them: plain where ptxas is content, coloured and wrapped where it is not.

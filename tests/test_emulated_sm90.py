@@ -202,6 +202,8 @@ def test_huge_logits_give_the_mean_of_their_peaks(name, scale, sinks):
 
 THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
 TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
+# With 24 registers the producer of a band spills 12 to 24 bytes here.
+AHEAD = {"turns": True, "workers": 2, "registers": (40, 232)}
 VARIANTS = {
     "workers": {"workers": 3},
     "workers sections turns": {"workers": 5, "sections": True, "turns": True},
@@ -216,9 +218,13 @@ VARIANTS = {
     "fma": {"on_fma": 3, "slack": 8.0},
     "fma three": THREE | {"on_fma": 16, "chains": 4},
     "not beside": {"overlap": False, "turns": True, "workers": 2},
-    "held": {"held": True, "turns": True, "workers": 2},
+    "held": AHEAD | {"held": True},
     "own three": THREE | {"own": True},
     "own three held turns": THREE | {"own": True, "overlap": True, "held": True, "turns": True, "workers": 3},
+    "halfway": AHEAD | {"halfway": True},
+    "halfway slack chains": {"halfway": True, "turns": True, "slack": 8.0, "chains": 4},
+    "halfway fma": {"halfway": True, "on_fma": 5},
+    "own three halfway": THREE | {"own": True, "overlap": True, "halfway": True, "turns": True, "workers": 3},
     "own narrow": {"own": True, "turns": True, "workers": 2, "keys": 64},
 }
 MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140), kv_lens=(300, 170), bottom_right=True)
@@ -243,11 +249,11 @@ def test_warpgroups_pass_by_tiles_that_their_rows_do_not_see(case):
     passes(case, seed=1, **VARIANTS["own three held turns"])
 
 
-def test_rows_that_do_not_exist_cost_nothing():
-    """64 queries in a tile of 192: a third of the products."""
+def test_rows_that_do_not_exist_cost_one_tile_of_keys():
+    """64 queries in a tile of 192, two tiles of keys: two of three warpgroups start one of two steps."""
     case = Case("few_rows", b=1, t=64, s=256, n=1, k=1)
     cycles = [forward(case, "bfloat16", **THREE, own=own)[2].counters.total("tensor.cycles") for own in (False, True)]
-    assert cycles == [3 * 4 * 64 * 256 * 64 / 4096, 4 * 64 * 256 * 64 / 4096]
+    assert cycles == [3 * 4 * 64 * 256 * 64 / 4096, 2 * 4 * 64 * 256 * 64 / 4096]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -25,14 +25,15 @@ from jax_fa4.kernels.common.tiles import (
     share,
     turned,
     up,
+    whole_key_tiles,
     work_item,
 )
 from jax_fa4.kernels.passes.plan import BwdPre
 from jax_fa4.kernels.passes.plan import bind as bind_pre
-from jax_fa4.kernels.sm90.fwd.choose_plan import FEW_TILES, MEASURED, NEAR_FORMS
+from jax_fa4.kernels.sm90.fwd.choose_plan import FEW_TILES, MEASURED
 from jax_fa4.kernels.sm90.fwd.plan import NATIVE_DEPTHS, Plan, bind, native, swizzle_of
 from jax_fa4.mask import UNBOUNDED, Band, visible
-from jax_fa4.spec import NEAR, AttentionSpec, Problem, Unsupported, band_sides, is_near
+from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
 SIZES = ((4, 4), (8, 4), (4, 6))  # (queries, keys): small twins of real tiles, so that brute force can see all pairs
 SIDES = st.sampled_from((0, 1, 2, 5, 9, UNBOUNDED))
@@ -122,6 +123,8 @@ def test_a_tile_is_masked_exactly_where_a_pair_of_it_is_hidden(case, size):
         whole = all(visible(i, j, alive) for i, j in itertools.product(rows, keys))
         for flag in {banded, True}:
             assert bool(all_keys_visible((rows[0], rows[-1]), (keys[0], keys[-1]), band, flag)) == whole
+            first, last = whole_key_tiles((rows[0], rows[-1]), size[1], band, flag)
+            assert (first <= n < last) == whole
 
 
 @pytest.mark.parametrize("longest_last", [False, True])
@@ -233,25 +236,6 @@ def test_measured_plans_are_taken_unless_registers_are_needed_for_more():
             assert (plan.workers, plan.groups, plan.turns) == (0, 2, False)
 
 
-def test_a_narrow_window_gets_the_plan_measured_for_it_where_queries_are_many():
-    def of(window, length=1 << 14, **kinds):
-        sides = band_sides(True, window)
-        spec = AttentionSpec(band=True, near=is_near(sides), **kinds)
-        return select(Problem(spec, 1, length, length, 16, 16, 128, 128), "sm_90a")
-
-    causal, narrow = of(None), of((1024, 0))
-    assert {name: getattr(narrow, name) for name in NEAR_FORMS[128, 128]} == NEAR_FORMS[128, 128] and narrow != causal
-    assert of((2047, 0)) == narrow and of((2048, 0)) == causal
-    assert of((1024, 0), soft_cap=True).workers == 0 and of((1024, 0), length="t") == of(None, length="t")
-
-
-def test_which_windows_are_narrow():
-    """Both sides bounded, NEAR keys at most: left + right + 1."""
-    assert is_near(band_sides(True, (NEAR - 1, None))) and not is_near(band_sides(True, (NEAR, None)))
-    assert is_near(band_sides(False, 100)) and not is_near(band_sides(False, (100, None)))
-    assert not is_near(band_sides(True, None)) and not is_near(band_sides(False, None))
-
-
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
 @pytest.mark.parametrize("kinds", [{}, {"band": True}, {"band": True, "soft_cap": True}, {"segments": True}])
 def test_stand_ins_have_every_plan_that_shapes_choose(kinds, arch):
@@ -264,10 +248,7 @@ def test_stand_ins_have_every_plan_that_shapes_choose(kinds, arch):
         for b, t, s, n in shapes:
             assert select(replace(kind, b=b, t=t, s=s, n=n, k=n), arch) in made, (d, v, kinds, b, t, s, n)
         assert select(kind, arch, any_shape=True) in made
-        if kind.spec.band:  # of narrow windows too
-            narrow = replace(kind, spec=replace(kind.spec, near=True), b=4, t=20000, s=20000, n=16, k=16)
-            assert select(narrow, arch) in made
-        assert {(replace(one.spec, near=False), one.d, one.v, one.dtype) for one in of_every_shape(kind, arch)} == {
+        assert {(one.spec, one.d, one.v, one.dtype) for one in of_every_shape(kind, arch)} == {
             (kind.spec, d, v, kind.dtype)
         }
     assert of_every_shape(problem().backward(), "sm_100a") == [problem().backward()]

@@ -177,10 +177,12 @@ def test_head_by_head_a_causal_call_waits_for_one_cta():
 
 
 def test_long_causal_calls_whose_heads_share_keys_have_values_last():
-    """Timed: values first and an early LSE pay with a key head for each head, and cost 12 % with 32:4 (H200)."""
+    """Timed: an early LSE pays with a key head for each head, and costs with 32:4, where kept values pay (H200)."""
     for n, k in ((16, 16), (32, 4)):
         plan = select(replace(problem(128, band=True), t=16384, s=16384, n=n, k=k), "sm_90a")
-        assert plan.values_first == plan.early == (n == k)
+        assert (plan.values_first, plan.early, plan.kept) == ((True, True, 0) if n == k else (True, False, 2))
+    shared = select(replace(problem(128, band=True, soft_cap=True), t=16384, s=16384, n=32, k=4), "sm_90a")
+    assert not (shared.values_first or shared.kept)
 
 
 DEPTHS = [(d, v) for d in range(8, 257, 8) for v in (d, 8, 64, 128, 200, 256)] + [(192, 128)]

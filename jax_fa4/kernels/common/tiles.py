@@ -72,6 +72,18 @@ def all_keys_visible(queries: tuple[Any, Any], keys: tuple[Any, Any], band: Band
     return all_visible(queries, keys, band._replace(q_len=queries[1] + 1))
 
 
+def whole_key_tiles(
+    queries: tuple[Any, Any], keys: int, band: Band, banded: bool, low: Any = min, high: Any = max
+) -> tuple[Any, Any]:
+    """[first, last) of the tiles of `keys` keys that hide none from these queries (inclusive), as `all_keys_visible`
+    says of each; first may lie past last."""
+    if not banded:
+        return 0, band.kv_len // keys
+    begin, _ = keys_seen(queries[1], queries[1], band, low, high)
+    _, end = keys_seen(queries[0], queries[0], band, low, high)
+    return up(begin, keys), high(end, 0) // keys
+
+
 def work_item(index: Any, tiles: Any, heads: Any, longest_last: bool) -> tuple[Any, Any, Any]:
     """(tile, head, batch) of a linear CTA index: tiles fastest, so that a head's keys stay in L2.
 

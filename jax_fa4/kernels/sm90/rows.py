@@ -94,12 +94,11 @@ def exp2_by_fma(x):
     return cells[1]
 
 
-def exp2_line(line, on_fma):
-    """In place. on_fma: of 16 column pairs, spread evenly: which, depends on the column alone, or the same row would
-    round differently in differently shaped calls."""
-    for c in range(cute.size(line)):
-        emulated = c // 2 % 16 * on_fma % 16 < on_fma
-        line[c] = exp2_by_fma(line[c]) if emulated else cute.math.exp2(line[c], fastmath=True)
+def exp2_of(x, column, plan):
+    """2^x for a thread's column. plan.on_fma: of 16 column pairs, spread evenly, those without MUFU: which, depends on
+    the column alone, or the same row would round differently in differently shaped calls."""
+    emulated = column // 2 % 16 * plan.on_fma % 16 < plan.on_fma
+    return exp2_by_fma(x) if emulated else cute.math.exp2(x, fastmath=True)
 
 
 @cute.jit
@@ -110,33 +109,51 @@ def weigh(scores, state, scale, plan: cutlass.Constexpr):
     A row that saw nothing yet keeps peak -inf: its base is 0, so that nothing becomes NaN.
     """
     view = by_row(scores)
-    peak, total = state
     shrink = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
-        line = view[r, None]
-        if const_expr(plan.chains > 1):
-            top = cute.arch.fmax(folded(line, cute.arch.fmax, plan.chains), peak[r])
-        else:
-            top = line.load().reduce(cute.ReductionOp.MAX, peak[r], 0)
-        top = across_quad(top, cute.arch.fmax)
-        factor = row_scale(top, scale)
-        if const_expr(plan.slack >= 0):
-            top = peak[r] if (top - peak[r]) * factor <= plan.slack else top
-        base = Float32(0.0) if top == -Float32.inf else product(top, factor)
-        exponents = cute.math.fma(line.load(), cute.full_like(line, factor), cute.full_like(line, -base))
-        # Where the peak has not moved this is exactly 1; the older base was product(peak, factor), its rounding too.
-        shrink[r] = cute.math.exp2(product(peak[r], factor) - base, fastmath=True)
-        peak[r] = top
-        if const_expr(plan.on_fma > 0):
-            line.store(exponents)
-            exp2_line(line, plan.on_fma)
-        else:
-            line.store(cute.math.exp2(exponents, fastmath=True))
-        if const_expr(plan.chains > 1):
-            total[r] = total[r] * shrink[r] + folded(line, operator.add, plan.chains)
-        else:
-            total[r] = total[r] * shrink[r] + line.load().reduce(cute.ReductionOp.ADD, Float32(0), 0)
+        exponents_of(view[r, None], (state[0], shrink), r, scale, plan)
+        exponentiate(view[r, None], plan)
+        add_row(view[r, None], state[1], shrink, r, plan)
     return shrink
+
+
+@cute.jit
+def exponents_of(line, moving, r: cutlass.Constexpr, scale, plan: cutlass.Constexpr):
+    """A row's scores become scale * score - base. moving: (peak, what older sums shrink by), whose r-th move on."""
+    peak, shrink = moving
+    if const_expr(plan.chains > 1):
+        top = cute.arch.fmax(folded(line, cute.arch.fmax, plan.chains), peak[r])
+    else:
+        top = line.load().reduce(cute.ReductionOp.MAX, peak[r], 0)
+    top = across_quad(top, cute.arch.fmax)
+    factor = row_scale(top, scale)
+    if const_expr(plan.slack >= 0):
+        top = peak[r] if (top - peak[r]) * factor <= plan.slack else top
+    base = Float32(0.0) if top == -Float32.inf else product(top, factor)
+    exponents = cute.math.fma(line.load(), cute.full_like(line, factor), cute.full_like(line, -base))
+    # Where the peak has not moved this is exactly 1; the older base was product(peak, factor), its rounding too.
+    shrink[r] = cute.math.exp2(product(peak[r], factor) - base, fastmath=True)
+    peak[r] = top
+    line.store(exponents)
+
+
+@cute.jit
+def exponentiate(line, plan: cutlass.Constexpr):
+    """Exponents become weights, in place."""
+    if const_expr(plan.on_fma > 0):
+        for c in cutlass.range_constexpr(cute.size(line)):
+            line[c] = exp2_of(line[c], c, plan)
+    else:
+        line.store(cute.math.exp2(line.load(), fastmath=True))
+
+
+@cute.jit
+def add_row(line, total, shrink, r: cutlass.Constexpr, plan: cutlass.Constexpr):
+    """The r-th total moves on by a row's weights."""
+    if const_expr(plan.chains > 1):
+        total[r] = total[r] * shrink[r] + folded(line, operator.add, plan.chains)
+    else:
+        total[r] = total[r] * shrink[r] + line.load().reduce(cute.ReductionOp.ADD, Float32(0), 0)
 
 
 @cute.jit

@@ -41,6 +41,16 @@ def as_operand(acc, dtype):
     return half, cute.make_tensor(half.iterator, acc.layout)
 
 
+def uniform(x):
+    """An int32 that all lanes have, as one of the warp's: redux leaves it in a uniform register.
+
+    Bounds of loops and conditions of branches around products must be such. Otherwise ptxas takes what these need for
+    different in each lane: descriptors are computed in a thread's registers and moved (R2UR) before each wgmma. A
+    shuffle (make_warp_uniform) does not convince it.
+    """
+    return cute.arch.warp_redux_sync(x, "max")
+
+
 @cute.jit
 def narrow_to(half, acc):
     """The accumulator rounded into registers of a 16-bit type, in the same order; eight at a time.

@@ -1,5 +1,8 @@
 """The math role: 64 queries a warpgroup; the next scores are started before the last weights meet V."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -7,12 +10,23 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import Place, arrive, step, wait
-from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles, queries_of
+from jax_fa4.kernels.common.tiles import all_keys_visible, key_tiles, queries_of, whole_key_tiles
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.fwd.packed import bring_rows, query_of
 from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
 from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_part, store_rows
-from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of, first_row, shrink_rows, weigh
+from jax_fa4.kernels.sm90.rows import (
+    LOG2_E,
+    add_row,
+    by_row,
+    column_of,
+    exp2_of,
+    exponentiate,
+    exponents_of,
+    first_row,
+    shrink_rows,
+    weigh,
+)
 from jax_fa4.mask import keys_seen
 
 ZERO_BARRIER = 2  # named barrier of the math warps
@@ -71,16 +85,22 @@ def cap(ctx, scores):
             view[r, c] = limit - (2.0 * limit) * cute.arch.rcp_approx(grown + 1.0)
 
 
+def queries_here(ctx):
+    """First and last query of the warpgroup's 64 rows."""
+    top = ctx.tile * ctx.plan.rows + 64 * (ctx.warp // 4 - 1)
+    first, after = queries_of((top, top + 64), ctx.each)
+    return first, after - 1
+
+
 @cute.jit
 def mask(ctx, scores, row, tile, own):
     """Scores capped, hidden pairs at -inf. Only tiles with a hidden pair pay; asked for the warpgroup's 64 rows."""
     plan = ctx.plan
     if const_expr(plan.soft_cap):
         cap(ctx, scores)
-    top = ctx.tile * plan.rows + 64 * (ctx.warp // 4 - 1)
     key = tile * plan.keys
-    first, after = queries_of((top, top + 64), ctx.each)
-    if not all_keys_visible((first, after - 1), (key, key + plan.keys - 1), ctx.band, plan.band):
+    whole = all_keys_visible(queries_here(ctx), (key, key + plan.keys - 1), ctx.band, plan.band)
+    if wgmma.uniform(cutlass.Int32(whole)) == 0:
         hide(ctx, scores, row, key + 2 * (ctx.thread % 4))
     if const_expr(plan.segments):
         hide_others(ctx, scores, row, key, own)
@@ -133,19 +153,45 @@ def hold(ctx, at):
     ptxas moves a wgmma wait up over arithmetic that does not need it, here over all of exp2, which then runs behind
     P V and not beside it (docs/decisions/hopper_waits.md). A wait for a phase that has completed ends the block.
     """
-    if const_expr(ctx.plan.held):
+    if const_expr(ctx.plan.held or ctx.plan.halfway):
         wait(ctx.full["v"], at)
 
 
+@cute.jit
+def weigh_halfway(ctx, h, at):
+    """A step's `weigh`, with the wait for P V between the two rows of a thread, after which V's stage `at` is free: the
+    second row's exp2 runs beside O's shrinking and the rounding of P, neither of which may begin before."""
+    plan, view, out = ctx.plan, by_row(h.scores), by_row(h.out)
+    shrink = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        exponents_of(view[r, None], (h.peak, shrink), r, ctx.scale, plan)
+    exponentiate(view[0, None], plan)
+    add_row(view[0, None], h.total, shrink, 0, plan)
+    hold(ctx, at)
+    warpgroup.wait_group(0)
+    arrive(ctx.empty["v"], at)
+    if const_expr(plan.slack >= 0):
+        shrink_rows(h.out, shrink, plan.slack)
+    columns, outs = cute.size(view, mode=[1]), cute.size(out, mode=[1])
+    for c in cutlass.range_constexpr(columns):  # in the order in which it should be issued: ptxas keeps it mostly
+        view[1, c] = exp2_of(view[1, c], c, plan)
+        if const_expr(plan.slack < 0):
+            for o in cutlass.range_constexpr(c * outs // columns, (c + 1) * outs // columns):
+                for r in cutlass.range_constexpr(2):
+                    out[r, o] = out[r, o] * shrink[r]
+    add_row(view[1, None], h.total, shrink, 1, plan)
+    wgmma.narrow_to(h.narrow, h.scores)
+
+
 def own_trip(ctx):
-    """[begin, end) of the key tiles that the warpgroup's 64 rows see, inside the CTA's."""
+    """[begin, end) of the key tiles that the warpgroup's 64 rows see, inside the CTA's; one, all hidden, if none."""
     plan = ctx.plan
     if not plan.own:
         return ctx.first, ctx.last
     mine = ctx.tile * plan.groups + ctx.warp // 4 - 1
     trip = key_tiles(mine, (64, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max, ctx.each)
-    end = cutlass.max(cutlass.min(trip[1], ctx.last), ctx.first)
-    return cutlass.min(cutlass.max(trip[0], ctx.first), end), end
+    end = cutlass.max(cutlass.min(trip[1], ctx.last), ctx.first + 1)
+    return cutlass.min(cutlass.max(trip[0], ctx.first), end - 1), end
 
 
 @cute.jit
@@ -165,23 +211,95 @@ def pass_by(ctx, thread, at: Place, n, count):
     return at
 
 
-@cute.jit
-def attend(ctx, q_at: Place, behind: Place):
-    """Scores, weights and output of a query tile, key tiles from the last to the first; returns the next place of V.
+def uniform(x):
+    return cute.arch.warp_redux_sync(x, "max")
 
-    Tensor cores, in order: S(0) | S(n + 1), O += P(n) V(n) | O += P(last) V(last). With `overlap`, exp2 of S(n + 1)
-    beside P(n) V(n).
-    """
+
+@dataclass(frozen=True)
+class Hands:
+    """What a math warpgroup holds during a query tile: registers, and its views of shared memory."""
+
+    row: Any  # the thread's first
+    own: Any  # segments.warp_ids, or None
+    scores: Any
+    weights: Any  # operand A of P V
+    narrow: Any  # the same registers in the accumulator's order
+    out: Any
+    peak: Any  # of the thread's two rows
+    total: Any
+    q: Any
+    k: Any
+    v: Any
+
+
+@cute.jit
+def steps(ctx, h, behind: Place, trip, hides: cutlass.Constexpr):
+    """Steps [trip[0], trip[1]): scores of a tile of keys, and P V of the one before, whose place is `behind`; returns
+    the place of the last one. hides: whether a tile may have hidden pairs."""
     plan = ctx.plan
-    thread = ctx.thread - 128
-    row = ctx.tile * plan.rows + first_row(thread)
+    for n in cutlass.range(trip[0], trip[1], unroll=1):
+        at = step(behind, plan.stages)
+        wait(ctx.full["k"], at)
+        take_turn(ctx)
+        start_scores(ctx, h.scores, h.q, h.k, at.index)
+        wait(ctx.full["v"], behind)
+        start_output(ctx, h.out, h.weights, h.v, behind.index)
+        give_turn(ctx, n)
+        if const_expr(plan.overlap):
+            warpgroup.wait_group(1)
+            arrive(ctx.empty["k"], at)
+        else:
+            warpgroup.wait_group(0)
+            arrive(ctx.empty["k"], at)
+            arrive(ctx.empty["v"], behind)
+        if const_expr(hides):
+            mask(ctx, h.scores, h.row, ctx.last - 1 - n, h.own)
+        elif const_expr(plan.soft_cap):
+            cap(ctx, h.scores)
+        if const_expr(plan.halfway):
+            weigh_halfway(ctx, h, behind)
+        else:
+            shrink = weigh(h.scores, (h.peak, h.total), ctx.scale, plan)
+            if const_expr(plan.overlap):
+                hold(ctx, behind)
+                warpgroup.wait_group(0)
+                arrive(ctx.empty["v"], behind)
+            shrink_rows(h.out, shrink, plan.slack)
+            wgmma.narrow_to(h.narrow, h.scores)
+        behind = at
+    return behind
+
+
+@cute.jit
+def all_steps(ctx, h, behind: Place, trip):
+    """`steps`, those whose tiles hide nothing in a loop of their own, without a branch. Keys are visited from the last
+    to the first, so only the first tile, which is none of these, hides any without a band."""
+    plan = ctx.plan
+    # With two CTAs an SM, or polynomials in the place of MUFU, more loops make 24 to 36 bytes spill.
+    if const_expr(plan.segments or plan.blocks > 1 or plan.on_fma > 0):
+        behind = steps(ctx, h, behind, trip, True)
+    elif const_expr(not plan.band):
+        behind = steps(ctx, h, behind, trip, False)
+    else:
+        first, last = whole_key_tiles(queries_here(ctx), plan.keys, ctx.band, True, cutlass.min, cutlass.max)
+        begin = cutlass.max(cutlass.min(ctx.last - last, trip[1]), trip[0])
+        end = cutlass.max(cutlass.min(ctx.last - first, trip[1]), begin)
+        trip, begin, end = (uniform(trip[0]), uniform(trip[1])), uniform(begin), uniform(end)
+        start, begin, end, stop = (wgmma.uniform(x) for x in (trip[0], begin, end, trip[1]))
+        behind = steps(ctx, h, behind, (start, begin), True)
+        behind = steps(ctx, h, behind, (begin, end), False)
+        behind = steps(ctx, h, behind, (end, stop), True)
+    return behind
+
+
+def hands(ctx, q_at):
+    """What the warpgroup holds for a query tile at a place of the ring q, before the first step."""
+    plan = ctx.plan
+    row = ctx.tile * plan.rows + first_row(ctx.thread - 128)
     qk, pv = scores_mma(plan), output_mma(plan)
     # Slices of a warpgroup, not of a thread: descriptors are then computed in uniform registers.
     whole = 128 * (ctx.warp // 4 - 1)
     mine, ours = qk.get_slice(whole), pv.get_slice(whole)
-    q = qk.make_fragment_A(mine.partition_A(ctx.q[2]))[None, None, None, q_at.index]
-    k = qk.make_fragment_B(mine.partition_B(ctx.k[2]))
-    v = pv.make_fragment_B(ours.partition_B(wgmma.turned(ctx.v[2])))
     scores = cute.make_rmem_tensor(mine.partition_shape_C((plan.rows, plan.keys)), Float32)
     out = cute.make_rmem_tensor(ours.partition_shape_C((plan.rows, plan.inner_value)), Float32)
     weights, narrow = wgmma.as_operand(scores, DTYPES[plan.dtype])
@@ -189,81 +307,98 @@ def attend(ctx, q_at: Place, behind: Place):
     peak.fill(-Float32.inf)
     total.fill(0.0)
     out.fill(0.0)
-    own = warp_ids(ctx, row) if const_expr(plan.segments) else None
+    return Hands(
+        row=row,
+        own=warp_ids(ctx, row) if plan.segments else None,
+        scores=scores,
+        weights=weights,
+        narrow=narrow,
+        out=out,
+        peak=peak,
+        total=total,
+        q=qk.make_fragment_A(mine.partition_A(ctx.q[2]))[None, None, None, q_at.index],
+        k=qk.make_fragment_B(mine.partition_B(ctx.k[2])),
+        v=pv.make_fragment_B(ours.partition_B(wgmma.turned(ctx.v[2]))),
+    )
+
+
+@cute.jit
+def first_step(ctx, h, at: Place, end):
+    """Scores and weights of the last tile of keys that the warpgroup's rows see, `end` - 1."""
+    plan = ctx.plan
+    thread = ctx.thread - 128
+    wait(ctx.full["k"], at)
+    if const_expr(plan.own):
+        if ctx.last > end:
+            take_turn(ctx)
+    start_scores(ctx, h.scores, h.q, h.k, at.index)
+    if const_expr(plan.own):
+        if ctx.last > end:
+            give_turn(ctx, ctx.last - end)
+        else:
+            clear_past(ctx, thread, at)
+    else:
+        clear_past(ctx, thread, at)
+    warpgroup.wait_group(0)
+    arrive(ctx.empty["k"], at)
+    mask(ctx, h.scores, h.row, end - 1, h.own)
+    weigh(h.scores, (h.peak, h.total), ctx.scale, plan)
+    wgmma.narrow_to(h.narrow, h.scores)
+    if const_expr(plan.own):
+        if ctx.last == end:
+            give_turn(ctx, 0)
+    else:
+        give_turn(ctx, 0)
+
+
+@cute.jit
+def meet_keys(ctx, h, q_at: Place, behind: Place, trip):
+    """All steps through the tiles [trip[0], trip[1]) of keys, from the last to the first; returns V's next place."""
+    plan = ctx.plan
+    begin, end = trip
+    first_step(ctx, h, behind, end)
+    behind = all_steps(ctx, h, behind, (ctx.last - end + 1, ctx.last - begin))
+    if const_expr(plan.workers > 0):
+        arrive(ctx.empty["q"], q_at)
+    wait(ctx.full["v"], behind)
+    start_output(ctx, h.out, h.weights, h.v, behind.index)
+    warpgroup.wait_group(0)
+    if const_expr(plan.workers > 0 or plan.own):
+        arrive(ctx.empty["v"], behind)
+        behind = step(behind, plan.stages)
+    return behind
+
+
+@cute.jit
+def attend(ctx, q_at: Place, behind: Place):
+    """Scores, weights and output of a query tile; returns the next place of V.
+
+    Tensor cores, in order: S(0) | S(n + 1), O += P(n) V(n) | O += P(last) V(last). With `overlap`, exp2 of S(n + 1)
+    beside P(n) V(n).
+    """
+    plan = ctx.plan
+    h = hands(ctx, q_at)
     if const_expr(plan.packed):
-        bring_rows(ctx, thread)
+        bring_rows(ctx, ctx.thread - 128)
     else:
         wait(ctx.full["q"], q_at)
     begin, end = own_trip(ctx)
     if const_expr(plan.own):
-        behind = pass_by(ctx, thread, behind, 0, ctx.last - end)
-    if end > begin:
-        wait(ctx.full["k"], behind)
-        if const_expr(plan.own):
-            if ctx.last > end:
-                take_turn(ctx)
-        start_scores(ctx, scores, q, k, behind.index)
-        if const_expr(plan.own):
-            if ctx.last > end:
-                give_turn(ctx, ctx.last - end)
-            else:
-                clear_past(ctx, thread, behind)
-        else:
-            clear_past(ctx, thread, behind)
-        warpgroup.wait_group(0)
-        arrive(ctx.empty["k"], behind)
-        mask(ctx, scores, row, end - 1, own)
-        weigh(scores, (peak, total), ctx.scale, plan)
-        wgmma.narrow_to(narrow, scores)
-        if const_expr(plan.own):
-            if ctx.last == end:
-                give_turn(ctx, 0)
-        else:
-            give_turn(ctx, 0)
-        for n in cutlass.range(ctx.last - end + 1, ctx.last - begin, unroll=1):
-            at = step(behind, plan.stages)
-            wait(ctx.full["k"], at)
-            take_turn(ctx)
-            start_scores(ctx, scores, q, k, at.index)
-            wait(ctx.full["v"], behind)
-            start_output(ctx, out, weights, v, behind.index)
-            give_turn(ctx, n)
-            if const_expr(plan.overlap):
-                warpgroup.wait_group(1)
-                arrive(ctx.empty["k"], at)
-            else:
-                warpgroup.wait_group(0)
-                arrive(ctx.empty["k"], at)
-                arrive(ctx.empty["v"], behind)
-            mask(ctx, scores, row, ctx.last - 1 - n, own)
-            shrink = weigh(scores, (peak, total), ctx.scale, plan)
-            if const_expr(plan.overlap):
-                hold(ctx, behind)
-                warpgroup.wait_group(0)
-                arrive(ctx.empty["v"], behind)
-            shrink_rows(out, shrink, plan.slack)
-            wgmma.narrow_to(narrow, scores)
-            behind = at
-        if const_expr(plan.workers > 0):
-            arrive(ctx.empty["q"], q_at)
-        wait(ctx.full["v"], behind)
-        start_output(ctx, out, weights, v, behind.index)
-        warpgroup.wait_group(0)
-        if const_expr(plan.workers > 0 or plan.own):
-            arrive(ctx.empty["v"], behind)
-            behind = step(behind, plan.stages)
-    else:
-        if const_expr(plan.workers > 0):
-            arrive(ctx.empty["q"], q_at)
+        behind = pass_by(ctx, ctx.thread - 128, behind, 0, ctx.last - end)
+    if const_expr(plan.hollow):
+        if end > begin:
+            behind = meet_keys(ctx, h, q_at, behind, (begin, end))
+    else:  # there is a tile: see `place`
+        behind = meet_keys(ctx, h, q_at, behind, (begin, end))
     if const_expr(plan.own):
-        behind = pass_by(ctx, thread, behind, ctx.last - begin, begin - ctx.first)
-    inverse, lse = finish(ctx, row, peak, total)
-    normalise(out, inverse)
+        behind = pass_by(ctx, ctx.thread - 128, behind, ctx.last - begin, begin - ctx.first)
+    inverse, lse = finish(ctx, h.row, h.peak, h.total)
+    normalise(h.out, inverse)
     if const_expr(plan.splits):
-        store_part(ctx, row, out)
+        store_part(ctx, h.row, h.out)
     elif const_expr(plan.workers > 0):
-        store_rows(ctx, thread, out)
+        store_rows(ctx, ctx.thread - 128, h.out)
     else:
-        store_out(ctx, pv, thread, out)
-    store_lse(ctx, row, lse)
+        store_out(ctx, output_mma(plan), ctx.thread - 128, h.out)
+    store_lse(ctx, h.row, lse)
     return behind

@@ -10,34 +10,39 @@ from jax_fa4.kernels.sm90.fwd.plan import DEPTHS, NATIVE_DEPTHS, SMS, Plan, nati
 from jax_fa4.spec import Problem, Unsupported
 
 _THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
-_THREE_HELD = {**_THREE, "overlap": True, "held": True, "own": True}
+_THREE_HALFWAY = {**_THREE, "overlap": True, "halfway": True, "own": True}
 _TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
 _LIGHT = {"chains": 4, "slack": 8.0}
 _AHEAD = {"workers": SMS, "turns": True}
 # (depth of Q and K, of V and O in shared memory, band) -> (longest sequence, fields in place of tiles_for's), the
-# longest ascending; the last serves any length. Measured on an H200, 2026-11-30, 16k tokens in all, at 1k, 4k and 16k
-# (docs/measured/2026-11-30_h200_forward_forms.txt, for the depths 96 and 256 ..._h200_forward_variants.json); us there,
-# and of cuDNN 9.19 in the same run. What each field does: docs/decisions/hopper_forward_forms.md.
+# longest ascending; the last serves any length. TFLOP/s on an H200, 2026-11-30, 16k tokens in all, at 1k, 4k and 16k,
+# and of cuDNN 9.19 and FlashAttention-4's own kernels in the same run: 2026-11-30_h200_forward_halfway.txt in
+# docs/measured. What fields do: docs/decisions/hopper_forward_forms.md.
 MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 327, 1120, 4324; 384, 1289, 5055. Not held, own or even: 340, 1148, 4329
-    (64, 64, False): ((0, {**_THREE_HELD, **_AHEAD, "chains": 2}),),
-    # 235, 645, 2268; 242, 745, 2672. At 4k the first: 687; at 1k the second: 254
-    (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HELD, **_AHEAD, "slack": 8.0})),
-    # 992; 1221 (4k only, and without `own`)
-    (96, 96, False): ((0, {**_THREE, **_AHEAD, "keys": 96, "own": True}),),
-    # 534; 725 (4k only, and without `own` and even shares)
-    (96, 96, True): ((0, {**_THREE, **_AHEAD, "keys": 96, "own": True}),),
-    # 264, 932, 3535; 291, 1011, 3819. Not held: 937, 3605. In turns: 938, 3577
-    (128, 128, False): ((2048, _AHEAD), (0, {"workers": SMS, "sections": True, "held": True})),
-    # 173, 530, 1806; 201, 593, 2188. At 16k the first: 1944, the second not held 1878; at 4k that: 573
-    (128, 128, True): ((8192, {**_AHEAD, "registers": (40, 232)}), (0, {**_LIGHT, "turns": True, "held": True})),
-    # 479; 553 (4k only)
-    (256, 256, True): ((0, {**_LIGHT, "turns": True}),),
-}
-# Where each query sees few keys (a narrow window) of many: the causal form of such lengths has tiles that last. Window
-# of 1024 at 16k, same measurement: 312; that form 329, cuDNN 361.
-NEAR_FORMS: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {**_AHEAD, **_LIGHT, "registers": (40, 232), "held": True},
+    # 434, 513, 534; 380, 426, 440; 379, 490, 540. Held: 426, 501, 511. The first at 16k 529, the second at 4k 503
+    (64, 64, False): ((8192, {**_THREE_HALFWAY, **_AHEAD, "chains": 2}), (0, {**_THREE_HALFWAY, **_AHEAD})),
+    # 296, 440, 508; 289, 385, 419; 248, 433, 524. At 1k the second: 270
+    (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HALFWAY, **_AHEAD})),
+    # 582, 439, 4k only. No overlap, 96 keys: 579; halfway with 96: 562
+    (96, 96, False): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
+    # 510, 369, 4k only. Likewise 490, 503
+    (96, 96, True): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
+    # 589, 635, 651; 497, 561, 577; 506, 609, 643. Held 601 and 609 at 4k and 16k; in turns 635, 646
+    (128, 128, False): ((2048, {**_AHEAD, "halfway": True}), (0, {"workers": SMS, "sections": True, "halfway": True})),
+    # 445, 613, 658; 366, 476, 522; 382, 582, 664. The first at 4k 536, at 16k 651; the second at 1k 425. 32:4 heads at
+    # 4k: 627, cuDNN 504; window of 1024 at 16k: 479, 368
+    (128, 128, True): (
+        (2048, {**_AHEAD, "registers": (40, 232)}),
+        (0, {**_AHEAD, "registers": (40, 232), "halfway": True}),
+    ),
+    # 664, 550, 4k only; not halfway 661, light too 672
+    (192, 192, False): ((0, {"halfway": True}),),
+    # 585, 492, 4k only; not halfway 570
+    (192, 192, True): ((0, {"halfway": True}),),
+    # 684, 583, 4k only; not halfway 645
+    (256, 256, False): ((0, {"halfway": True}),),
+    # 591 at 4k, 731 at 16k; 508, 523; not halfway 591, 716
+    (256, 256, True): ((0, {**_LIGHT, "turns": True, "halfway": True}),),
 }
 FEW_QUERIES = 64  # a tile of theirs alone would be half empty
 FEW_TILES = 4 * SMS  # query tiles of 128 rows: few enough for the order of their lengths to decide the time of the call
@@ -110,8 +115,6 @@ def fields_for(problem: Problem, any_shape: bool) -> dict[str, Any]:
     if shape.tiles is not None and (few := few_tiles_for(shape, spec.band, problem.v)) is not None:
         return base | FEW_FORMS.get((native(problem.d), native(problem.v)), {}) | few
     depths = (native(problem.d), native(problem.v))
-    if shape.tiles is not None and spec.near and depths in NEAR_FORMS:
-        return base | NEAR_FORMS[depths]
     measured = MEASURED.get((*depths, spec.band), ((0, {}),))
     for longest, fields in measured:
         if longest == 0 or (shape.keys is not None and shape.keys <= longest):
@@ -120,15 +123,11 @@ def fields_for(problem: Problem, any_shape: bool) -> dict[str, Any]:
 
 
 def stand_ins(problem: Problem) -> list[Problem]:
-    """Problems of this kind, whatever its shapes, that have among them every plan that shapes can choose; of a band
-    also the narrow ones."""
+    """Problems of this kind, whatever its shapes, that have among them every plan that shapes can choose."""
     shapes = [(1, 1, LONG, 8), (1, 1024, 1024, 8), (1, 2 * LONG, 2 * LONG, 1)]  # few queries, few tiles, and long keys
     lengths = {longest or 1 << 16 for forms in MEASURED.values() for longest, _ in forms}
     shapes += [(64, length, length, 16) for length in sorted(lengths)]
-    made = [replace(problem, b=b, t=t, s=s, n=n, k=n) for b, t, s, n in shapes]
-    if problem.spec.band:
-        made.append(replace(made[-1], spec=replace(problem.spec, near=True)))
-    return made
+    return [replace(problem, b=b, t=t, s=s, n=n, k=n) for b, t, s, n in shapes]
 
 
 def choose(problem: Problem, any_shape: bool = False) -> Plan:

@@ -78,6 +78,10 @@ def place(ctx, work, memory):
         own = (tile * plan.rows, cutlass.min((tile + 1) * plan.rows, band.q_len))
         first, last = narrow((plan.threads, plan.keys), own, (first, last), band.kv_len, segments, space)
     line = batch.to(Int64) * ctx.lines + head
+    if const_expr(not plan.hollow):
+        # At least one tile, of which nothing is seen then: a branch around all of a tile's products makes ptxas keep
+        # what their descriptors come from in a thread's registers, and move it before each wgmma.
+        last = cutlass.max(last, first + 1)
     if const_expr(plan.splits):
         first, last = first + (last - first) * this // parts, first + (last - first) * (this + 1) // parts
         line = line + this.to(Int64) * ctx.lines * ctx.batches

@@ -47,6 +47,7 @@ class Plan:
     turns: bool = False  # math warpgroups issue their products in turn, one's exp2 beside the other's products
     overlap: bool = True  # exp2 of a tile also beside its own warpgroup's product of the tile before: registers for P
     held: bool = False  # with `overlap`: exp2 stays in front of the wait for that product, see `hold` in attend
+    halfway: bool = False  # with `overlap`: half of exp2 stays in front of that wait, see `weigh_halfway`
     own: bool = False  # a warpgroup works on those key tiles only that its own 64 rows see, not on all of the CTA's
     blocks: int = 1  # CTAs of an SM: one's start and end beside the other's work
     workers: int = 0  # CTAs in all, each takes its share of the query tiles, loads run ahead; 0: a CTA for each
@@ -68,7 +69,8 @@ class Plan:
         assert self.rows == 64 * self.groups and self.keys % 16 == 0 and self.keys <= 256, self
         assert self.smem <= SMEM_LIMIT, (self, self.smem)
         assert not self.turns or self.groups > 1, self.groups
-        assert self.overlap or not self.held, "without overlap no product is left to wait for behind exp2"
+        assert self.overlap or not (self.held or self.halfway), "without overlap no product is left to wait for"
+        assert not (self.held and self.halfway), "P V is awaited behind exp2 or halfway through it"
         assert not (self.workers and self.segments), "which tiles segments share is found out by the whole CTA"
         assert not (self.workers and self.splits), "CTAs with several query tiles do not share them"
         assert not (self.packed and self.segments), "ids are looked up by row"
@@ -83,8 +85,13 @@ class Plan:
     @property
     def form(self) -> tuple[str, ...]:
         """In words, what tells plans of one kind apart."""
-        named = ("packed", "splits", "sections", "turns", "held", "own", "workers")
+        named = ("packed", "splits", "sections", "turns", "held", "halfway", "own", "workers")
         return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)))
+
+    @property
+    def hollow(self) -> bool:
+        """Whether a tile of queries may have no tile of keys; else one is visited even if nothing of it is seen."""
+        return self.splits or self.segments
 
     @property
     def inner(self) -> int:
