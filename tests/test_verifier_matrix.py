@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from verifier import ledger, run, runs
+from verifier.describe import normal
 from verifier.kinds import kinds
 from verifier.told import told_tiles, told_turns
 
@@ -132,6 +133,15 @@ def test_what_the_verifier_is_told_must_find_its_place():
     for told in (told_turns, lambda ptx: told_tiles(ptx, (0, 127))):
         with pytest.raises(AssertionError):
             told("add.s32 %r1, %r2, 1;")
+
+
+def test_a_register_is_a_float_in_its_own_kernel_alone():
+    """Names repeat: where -1 of another kernel's integer was written as a float, a coordinate fitted no 32 bits."""
+    floats = ".entry a() {\nadd.f32 \t%r7, %r8, %r9;\nselp.b32 \t%r7, %r8, 0, %p1;\n}\n"
+    whole = ".entry b() {\nselp.b32 \t%r7, -1, 0, %p1;\nadd.s32 \t%r1, %r7, %r2;\n}\n"
+    made = normal(floats + whole)
+    assert "selp.f32 %r7, %r8, 0f00000000, %p1;" in made
+    assert made.endswith(whole)
 
 
 @pytest.mark.skipif(bool(run.missing()), reason=run.missing() or "-")
