@@ -211,10 +211,6 @@ def pass_by(ctx, thread, at: Place, n, count):
     return at
 
 
-def uniform(x):
-    return cute.arch.warp_redux_sync(x, "max")
-
-
 @dataclass(frozen=True)
 class Hands:
     """What a math warpgroup holds during a query tile: registers, and its views of shared memory."""
@@ -284,7 +280,6 @@ def all_steps(ctx, h, behind: Place, trip):
         first, last = whole_key_tiles(queries_here(ctx), plan.keys, ctx.band, True, cutlass.min, cutlass.max)
         begin = cutlass.max(cutlass.min(ctx.last - last, trip[1]), trip[0])
         end = cutlass.max(cutlass.min(ctx.last - first, trip[1]), begin)
-        trip, begin, end = (uniform(trip[0]), uniform(trip[1])), uniform(begin), uniform(end)
         start, begin, end, stop = (wgmma.uniform(x) for x in (trip[0], begin, end, trip[1]))
         behind = steps(ctx, h, behind, (start, begin), True)
         behind = steps(ctx, h, behind, (begin, end), False)
