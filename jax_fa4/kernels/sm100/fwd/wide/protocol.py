@@ -110,6 +110,7 @@ class _Wide(Agents):
             me.extend((Arrive(self.at("hand", which, w), phase), Wait(self.at("hand", which, w), phase)))
 
         def done(i: int) -> None:
+            """Negative: passes at once."""
             stage, before = self.used("v", i)
             me.append(Wait(self.at("v", "empty", stage), before))
 
@@ -118,6 +119,7 @@ class _Wide(Agents):
         for i in range(1, self.blocks):
             synced(i % 2, i // 2)
             me.append(Read(self.at("stats", i % 2, w), i // 2))
+            done(i - self.plan.value_stages)
             if self.moved[i - 1]:
                 done(i - 1)
                 me.append(Write(self.at("o", w), 2 * i - 1))
