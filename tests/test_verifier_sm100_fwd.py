@@ -4,7 +4,7 @@ import re
 
 import pytest
 from micro import build
-from verifier import cases, run
+from verifier import cases, run, runs
 from verifier.mutate import drop, drop_wait
 
 pytestmark = pytest.mark.skipif(bool(run.missing() or build.missing()), reason=run.missing() or build.missing() or "-")
@@ -51,3 +51,15 @@ def test_a_broken_forward_is_caught(name):
 def test_forward_is_safe_at_length(name):
     verdict = cases.judge(cases.LONG[name], timeout=1800)
     assert verdict.safe, verdict
+
+
+@pytest.mark.prove
+def test_depth_256_takes_no_phase_for_the_one_before_the_last():
+    """Three blocks, O kept: without a wait in every block the last one rests on the order in which commits arrive."""
+    (r,) = [r for r in runs.runs() if r.name == "fwd D256 wide pair: three blocks, kept"]
+    ptx = runs.built(r.plan)
+    assert all(v.safe for v in runs.judge(r, ptx, timeout=1800).values())
+    every = [m.start() for m in re.finditer(r"mbarrier\.try_wait", ptx)]
+    last = max(i for i, at in enumerate(every) if at < ptx.index("vote.sync"))
+    (verdict,) = runs.judge(r, drop_wait(last)(ptx), timeout=1800).values()
+    assert "previous_phase_not_ordered_before_issue" in verdict.found[0], verdict
