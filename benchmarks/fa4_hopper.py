@@ -26,17 +26,24 @@ TABLES = ("FwdConfig", "BwdConfig", "_tile_size_fwd_sm90", "_tile_size_bwd_sm90"
 
 
 @dataclass(frozen=True)
-class Fa4Forward:
-    """out and LSE, bf16, one depth, as many key heads as query heads."""
+class _Fa4:
+    """What plans of the package's kernels have in common."""
 
     depth: int
     causal: bool
     dtype: str = "bfloat16"
     arch: str = "sm_90a"
-    direction: str = "fwd"
+    direction: str = ""
     spill_allowance: int = 1 << 20  # it is as it is
 
     launcher = "fa4_hopper"
+
+
+@dataclass(frozen=True)
+class Fa4Forward(_Fa4):
+    """out and LSE, bf16, one depth, as many key heads as query heads."""
+
+    direction: str = "fwd"
 
     @property
     def rows(self) -> int:
@@ -56,17 +63,10 @@ class Fa4Forward:
 
 
 @dataclass(frozen=True)
-class Fa4Backward:
+class Fa4Backward(_Fa4):
     """dq, dk and dv of out and LSE, bf16, one depth, as many key heads as query heads."""
 
-    depth: int
-    causal: bool
-    dtype: str = "bfloat16"
-    arch: str = "sm_90a"
     direction: str = "bwd"
-    spill_allowance: int = 1 << 20  # it is as it is
-
-    launcher = "fa4_hopper"
     ordered = False
 
     @property
