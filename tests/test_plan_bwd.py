@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_fa4.ffi.buffers import VALUES
-from jax_fa4.kernels import select
+from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up
 from jax_fa4.kernels.sm90.bwd.order import placed, turn, visited
@@ -183,6 +183,16 @@ def test_long_causal_calls_whose_heads_share_keys_have_values_last():
         assert (plan.values_first, plan.early, plan.kept) == ((True, True, 0) if n == k else (True, False, 2))
     shared = select(replace(problem(128, band=True, soft_cap=True), t=16384, s=16384, n=32, k=4), "sm_90a")
     assert not (shared.values_first or shared.kept)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"band": True}, {"band": True, "soft_cap": True}, {"deterministic": True}])
+def test_stand_ins_have_every_plan_that_shapes_and_heads_choose(kinds):
+    """What `precompile` builds for a kind, whose heads it does not know."""
+    for d in (64, 96, 128, 256):
+        kind = replace(problem(d, **kinds), n=8, k=8)
+        made = {select(one, "sm_90a") for one in of_every_shape(kind, "sm_90a")}
+        for (n, k), s in itertools.product(((8, 8), (32, 4), (3, 1)), (64, 1024, 4096, 16384, 1 << 17)):
+            assert select(replace(kind, t=s, s=s, n=n, k=k), "sm_90a") in made, (d, kinds, n, k, s)
 
 
 DEPTHS = [(d, v) for d in range(8, 257, 8) for v in (d, 8, 64, 128, 200, 256)] + [(192, 128)]

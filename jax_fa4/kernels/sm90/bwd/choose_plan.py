@@ -35,6 +35,11 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
     # reverse 0.97, 0.98 (0.97), 0.93; 32: 1.02, 0.91 (0.92), 0.91
     (False, True, True): ((1024, _WORKERS | {"mirrored": 32}), (0, _WORKERS | {"mirrored": 8})),
 }
+# The same where heads share keys and the choice is another: 32:4 heads, causal 16k, kernels alone 569 with values
+# neither first nor kept, 549 with the form above; by (forward and backward) - forward 520 and, as here, 536.
+SHARED_KEYS: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
+    (False, True, False): ((8192, _WORKERS), (0, {"values_first": True, "kept": 2})),
+}
 # The same of deeper ones, by (band, ordered). Of the plain form at D256 4k, D192 4k: 0.81, 0.80; without sections 0.64,
 # 0.59 (0.70, 0.66 if no turn is deferred). Causal, with heads in reverse: 0.57 to 0.74 at D256.
 DEEP: dict[tuple[bool, bool], dict[str, Any]] = {(False, True): {"section": 64, "defers": True}}
@@ -56,21 +61,20 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     alone = spec.segments or inner != inner_value
     # With a soft cap 84 to 284 bytes spill, and at depths padded to 64 24 (DSL 4.8.1).
     crowded = alone or spec.soft_cap or (small and min(problem.d, problem.v) < 64)
-    for longest, more in MEASURED[small, spec.band, spec.deterministic]:
+    kind = (small, spec.band, spec.deterministic)
+    forms = SHARED_KEYS.get(kind, MEASURED[kind]) if problem.n != problem.k else MEASURED[kind]
+    for longest, more in forms:
         if longest == 0 or 0 < length <= longest:
             left_out = ("workers",) * alone + ("turns", "kept", "late", "values_first", "early") * crowded
-            # Heads that share keys, causal 16k, 32:4: kernels alone 569 with neither, 549 with both; by (forward and
-            # backward) - forward 520 with neither, 536 with values first and two steps kept.
-            if problem.n != problem.k and "early" in more:
-                more = {"values_first": True, "kept": 2}
             return fields | {name: value for name, value in more.items() if name not in left_out}
     raise AssertionError("the last of a list serves any length")
 
 
 def stand_ins(problem: Problem) -> list[Problem]:
-    """Problems of this kind, whatever its shapes, that have among them every plan that shapes can choose."""
-    lengths = {longest or 1 << 16 for forms in MEASURED.values() for longest, _ in forms}
-    return [replace(problem, t=length, s=length) for length in sorted(lengths)]
+    """Problems of this kind that have among them every plan that its shapes, or heads that share keys, can choose."""
+    lengths = {longest or 1 << 16 for forms in [*MEASURED.values(), *SHARED_KEYS.values()] for longest, _ in forms}
+    heads = ((8, 8), (8, 1))  # of queries, of keys
+    return [replace(problem, t=x, s=x, n=n, k=k) for x in sorted(lengths) for n, k in heads]
 
 
 def choose(problem: Problem, any_shape: bool = False) -> Plan:
