@@ -60,7 +60,7 @@ def plan_of(depths: tuple[int, int], causal: bool, fields: dict[str, Any]) -> An
         }
         if fields.get("parts", 0):
             del fields["parts"]
-    plan = replace(plan, workers=0, section=0)
+    plan = replace(plan, workers=0, section=0, alternates=False)
     return replace(plan, **fields)
 
 

@@ -6,13 +6,16 @@
     python benchmarks/peers.py brief peers.json               # ours over the best peer, as in README.md
 
 Twelve columns: depth 64 and 128, full and causal, 1k, 4k and 16k, bf16, 16,384 tokens in all, 2048 / depth heads.
-Inputs, clock, FLOP and order are those of `python -m jax_fa4 benchmark`. Three passes are timed, in each of which the
+Inputs, clock, FLOP and order are those of `python -m jax_fa4 benchmark`. Three passes are timed, and all passes of all
 implementations take turns: forward; forward and backward; and backward alone, from what the forward saved. "backward"
-is the second less the first, as everywhere here; "alone" has only the backward's kernels. Before anything is timed,
-out, dq, dk and dv of every implementation, and the gradients of its backward alone, are compared on the card, over the
-whole case, with float32 attention in plain XLA, one head at a time; what is wrong gets no number. FlashAttention-4's
-kernels (benchmarks/fa4_hopper.py) are behind a custom_vjp like ours; tokamax must take its Mosaic kernels, at what it
-chooses by itself for this card. A report is written whole after each case.
+is the second less the first, as everywhere here; "alone" has only the backward's kernels, and with cuDNN what XLA adds
+to such a program: it clears dq, dk, dv and the workspace before each call (78 us at 1k, D128), which it does not where
+the forward is in the program too (profiles of both, H200, 2026-11-30). So no rate of cuDNN's is to be read off "alone".
+
+Before anything is timed, out, dq, dk and dv of every implementation, and the gradients of its backward alone, are
+compared on the card, over the whole case, with float32 attention in plain XLA, one head at a time; what is wrong gets
+no number. FlashAttention-4's kernels (benchmarks/fa4_hopper.py) are behind a custom_vjp like ours; tokamax must take
+its Mosaic kernels, at what it chooses by itself for this card. A report is written whole after each case.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from jax_fa4.ffi import call
 
 NAMES = ("ours", "cudnn", "fa4", "tokamax", "ours_det")
 LENGTHS = (1024, 4096, 16384)
-# Short turns: the clock dips by a tenth for a few of 50 ms (H200, 2026-11-30). Eight are all orders of four.
+# Short turns: the clock dips by a tenth for a few of 50 ms (H200, 2026-11-30).
 SAMPLES, SECONDS = 8, 0.025
 PASSES = ("fwd", "both", "alone")
 # For what is not timed: XLA's search for float32 products would take longer than anything that is.
@@ -211,11 +214,10 @@ def measure(case: Case, names: list[str], samples: int) -> list[Row]:
             steps = {name: steps[name] for name in made}
     made = {name: one for name, one in made.items() if one is not None}
     clock.append(time.perf_counter())
-    for which in PASSES:
-        times = benchmark.time_in_turn({name: one[which] for name, one in made.items()}, sets, samples, SECONDS)
-        for name, found in times.items():
-            rows[name].samples[which] = found
-            rows[name].seconds[which] = statistics.median(found)
+    every = {(which, name): one[which] for which in PASSES for name, one in made.items()}
+    for (which, name), found in benchmark.time_in_turn(every, sets, samples, SECONDS).items():
+        rows[name].samples[which] = found
+        rows[name].seconds[which] = statistics.median(found)
     for name in made:
         rate(rows[name], case)
     clock.append(time.perf_counter())

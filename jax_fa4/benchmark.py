@@ -9,7 +9,8 @@ Protocol
     Implementations take turns, sample by sample, in an order that changes each time: all see the same clocks, and
     each comes after every other (a fixed order moved ratios by up to 5 %). The median of the samples is the time;
     the spread is (75 % - 25 % quantile) / median.
-  * backward = (forward and backward) - forward, the same for everybody.
+  * backward = (forward and backward) - forward, the same for everybody; both take turns with one another too, since a
+    difference of times at two clocks is none (forwards first, on a cooler card, made 470 of 450 TFLOP/s, or 412).
   * FLOPs: 4 b n t s d forward (2 (d + v) for unequal depths), 2.5 times that backward, halved for causal masks, and
     the visible share for windows. A plain 8192^3 bf16 matrix product is timed in the same run, first and again last.
   * Packed sequences: peers that take one example a sequence spread them and pack the results, inside the call.
@@ -25,10 +26,10 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ SAMPLES = 7
 TOLERANCE = 0.02  # relative L2 against the XLA path: a wrong mask is off by far more, bf16 rounding by 4e-3
 
 Call = Callable[[Any, Any, Any], Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
 def implementations(case: Case, names: list[str]) -> dict[str, Call]:
@@ -144,8 +146,8 @@ def sample(program: Callable[[Any], Any], sets: Any, repeats: int) -> float:
 
 
 def time_in_turn(
-    programs: dict[str, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES, seconds: float | None = None
-) -> dict[str, list[float]]:
+    programs: dict[Key, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES, seconds: float | None = None
+) -> dict[Key, list[float]]:
     """Samples of every program, taken in turn, see `order_of`; of SAMPLE_SECONDS each, or of other ones."""
     seconds = SAMPLE_SECONDS if seconds is None else seconds
     repeats = {}
@@ -154,14 +156,14 @@ def time_in_turn(
             jax.block_until_ready(program(sets))
         once = sample(program, sets, 1) * SETS
         repeats[name] = max(1, round(seconds / once))
-    found: dict[str, list[float]] = {name: [] for name in programs}
+    found: dict[Key, list[float]] = {name: [] for name in programs}
     for n in range(samples):
         for name in order_of(n, list(programs)):
             found[name].append(sample(programs[name], sets, repeats[name]))
     return found
 
 
-def order_of(n: int, names: list[str]) -> list[str]:
+def order_of(n: int, names: list[Key]) -> list[Key]:
     """The n-th sample's: rotated, and every other time backwards, so that places and neighbours both change."""
     at = n // 2 % max(len(names), 1)
     turned = names[at:] + names[:at]
@@ -217,11 +219,12 @@ def measure(case: Case, names: list[str], backward: bool = True, samples: int = 
             continue
         forwards[name] = fwd
         boths[name] = both
-    fwd_times = time_in_turn(forwards, sets, samples)
-    both_times = time_in_turn(boths, sets, samples) if backward else {}
+    programs = {("fwd", name): fwd for name, fwd in forwards.items()}
+    programs |= {("both", name): both for name, both in boths.items() if backward}
+    times = time_in_turn(programs, sets, samples)
     for row in rows:
-        if row.name in fwd_times:
-            _fill(row, case, fwd_times[row.name], both_times.get(row.name))
+        if row.name in forwards:
+            _fill(row, case, times["fwd", row.name], times.get(("both", row.name)))
     return rows
 
 

@@ -216,6 +216,19 @@ def test_the_order_of_turns_favours_nobody(names):
         assert sum(order.index(a) < order.index(b) for order in orders) == count
 
 
+def test_forward_and_both_take_turns_with_one_another(monkeypatch):
+    """The backward is their difference: of two times at one clock."""
+    asked = []
+
+    def turns(programs, sets, samples):
+        asked.append(list(programs))
+        return {key: [5e-3 if key[0] == "both" else 1e-3] * samples for key in programs}
+
+    monkeypatch.setattr(benchmark, "time_in_turn", turns)
+    (row,) = benchmark.measure(Case(64, 32, 1, 2), ["xla"], samples=2)
+    assert asked == [[("fwd", "xla"), ("both", "xla")]] and row.bwd_us == pytest.approx(4000)
+
+
 def test_rates_are_medians_and_the_backward_is_a_difference():
     row = Row("x", "ours")
     case = Case(100, 1000, 10, 10)

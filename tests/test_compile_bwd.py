@@ -18,7 +18,8 @@ from launch import launches, to_emulator
 from problems import BY_NAME, DTYPES, Case, inputs
 
 from jax_fa4.kernels import select
-from jax_fa4.kernels.sm90.bwd.plan import bind
+from jax_fa4.kernels.sm90.bwd.order import alternating
+from jax_fa4.kernels.sm90.bwd.plan import bind, section_of
 from jax_fa4.spec import Problem
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
@@ -193,6 +194,27 @@ def test_heads_in_reverse_take_every_turn_once_and_sum_alike(case):
     assert len(sums) == 1
 
 
+ALTERNATES = [
+    Case("alternates", b=1, t=150, s=260, n=3, k=1, d=128, causal=True),
+    Case("alternates_window", b=1, t=300, s=280, n=2, k=1, d=64, window=(100, 0)),
+    Case("alternates_d64", b=2, t=300, s=200, n=2, k=1, d=64, window=(200, 30), q_lens=(300, 250), kv_lens=(150, 200)),
+]
+
+
+@pytest.mark.parametrize(
+    "case, turns",
+    [(case, True) for case in ALTERNATES] + [(ALTERNATES[-1], False)],
+    ids=["d128", "window", "d64", "step"],
+)
+def test_heads_that_share_keys_visit_each_query_tile_one_after_the_other(case, turns):
+    """Two CTAs: some tiles of keys go through the queries descending, others ascending; with a window all ascend."""
+    plan, _ = passes(case, seed=turns, workers=2, turns=turns)
+    tiles, group = -(-case.s // plan.keys), case.n // case.k
+    section = section_of(plan, -(-case.t // plan.rows), tiles, group)
+    ways = [alternating(i, tiles, section, plan.workers) for i in range(tiles * case.k * case.b)]
+    assert plan.alternates and group > 1 and set(ways) == {0, 1}
+
+
 IN_STEP = {"turns": False, "held": True, "workers": 0, "late": False, "kept": 0}
 # 12 bytes spill since warps wait for one another: no plan that `choose` takes is of this form.
 FINISHES = {"spill_allowance": 16, "workers": 2, "finishes": True, "parts": 1}
@@ -222,9 +244,9 @@ def test_apart_adds_directly():
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: " ".join(fields))
 def test_variants_of_the_plan_give_the_same(fields):
-    """Forms that only differ in speed; one of them is what `choose` takes."""
+    """Forms that only differ in speed. Heads share keys here: what `choose` takes then has tests above."""
     case = Case("variant", b=2, t=150, s=300, n=4, k=2, d=64, window=(150, 20), q_lens=(90, 150), kv_lens=(170, 300))
-    passes(case, seed=1, **fields)
+    passes(case, seed=1, alternates=False, **fields)
 
 
 # A key tile that no query sees, last in a partial query tile, once waited there for a turn of -1.

@@ -12,7 +12,7 @@ from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up
-from jax_fa4.kernels.sm90.bwd.order import placed, turn, visited
+from jax_fa4.kernels.sm90.bwd.order import alternating, placed, together, turn, visited
 from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, section_of, sectioned
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
@@ -176,13 +176,15 @@ def test_head_by_head_a_causal_call_waits_for_one_cta():
     assert time_of_all(plan, 1024, 16, 16, 16, 1) > 1.05
 
 
-def test_long_causal_calls_whose_heads_share_keys_have_values_last():
-    """Timed: an early LSE pays with a key head for each head, and costs with 32:4, where kept values pay (H200)."""
+def test_causal_calls_whose_heads_share_keys_have_a_form_of_their_own():
+    """Timed (H200): all heads at a query tile where they share keys, else an early LSE and values first at 16k."""
     for n, k in ((16, 16), (32, 4)):
         plan = select(replace(problem(128, band=True), t=16384, s=16384, n=n, k=k), "sm_90a")
-        assert (plan.values_first, plan.early, plan.kept) == ((True, True, 0) if n == k else (True, False, 2))
-    shared = select(replace(problem(128, band=True, soft_cap=True), t=16384, s=16384, n=32, k=4), "sm_90a")
-    assert not (shared.values_first or shared.kept)
+        assert (plan.values_first, plan.early, plan.alternates) == (
+            (True, True, False) if n == k else (False, False, True)
+        )
+    for kinds in ({"segments": True}, {"deterministic": True}, {"band": False}):
+        assert not select(problem(128, **{"band": True, **kinds}), "sm_90a").alternates
 
 
 @pytest.mark.parametrize("kinds", [{}, {"band": True}, {"band": True, "soft_cap": True}, {"deterministic": True}])
@@ -331,3 +333,57 @@ def test_kinds_that_were_not_timed_keep_what_registers_hold():
     for other in (kind, replace(kind, d=64, v=64), replace(kind, spec=AttentionSpec(segments=True))):
         plan = select(other, "sm_90a")
         assert plan.turns and not (plan.kept or plan.late or plan.early or plan.values_first), plan
+
+
+def missed(plan, length, heads, kv_heads, batch, window=UNBOUNDED, megabytes=25):
+    """Causal: share of visits whose Q, dO and dQ are not in an L2 that holds so much of what was visited last. A step
+    takes all CTAs one time. Half of an H200's 50 MiB: its two parts hold copies of what both read."""
+    tiles, group = up(length, plan.keys), heads // kv_heads
+    lines, section = kv_heads * batch, section_of(plan, up(length, plan.rows), tiles, group)
+    room = megabytes * 2**20 // (plan.rows * plan.depth * 8)
+    held, count, walks = {}, [0, 0], []
+    waiting = iter(range(tiles * lines))
+
+    def walk(index):
+        tile, line = sectioned(index, tiles, lines, section, plan.ordered)
+        band = Band(window, 0, 0, length, length)
+        visits = query_tiles(tile, (plan.rows, plan.keys), band, True)
+        if not (plan.alternates and together(window, length)):
+            return [(line, g, m) for g in range(group) for m in range(*visits)]
+        rising = alternating(index, tiles, section, plan.workers)
+        return [(line, g, visited(i, visits, rising)) for i in range(*visits) for g in range(group)]
+
+    walks = [iter(()) for _ in range(plan.workers)]
+    while walks:
+        for cta, left in enumerate(walks):
+            place = next(left, None)
+            if place is None and (index := next(waiting, None)) is not None:
+                walks[cta] = iter(walk(index))
+                place = next(walks[cta])
+            if place is None:
+                walks[cta] = None
+                continue
+            there = held.pop(place, None)
+            held[place] = True  # the last one visited
+            count[there is None] += 1
+            if len(held) > room:
+                del held[next(iter(held))]
+        walks = [left for left in walks if left is not None]
+    return count[1] / sum(count)
+
+
+@pytest.mark.parametrize("depth, length, heads, kv_heads, batch", [(128, 4096, 32, 4, 4), (64, 4096, 32, 4, 4)])
+def test_heads_that_share_keys_find_in_l2_what_others_have_read(depth, length, heads, kv_heads, batch):
+    """Without a GPU: an arithmetic model. Head after head most of it comes from DRAM; all heads at a time, little."""
+    case = Problem(AttentionSpec(band=True), batch, length, length, heads, kv_heads, depth, depth, "bfloat16", "bwd")
+    plan = select(case, "sm_90a")
+    assert plan.alternates and missed(plan, length, heads, kv_heads, batch) < 0.1
+    assert missed(replace(plan, alternates=False), length, heads, kv_heads, batch) > 0.4
+    assert not select(replace(case, k=heads), "sm_90a").alternates
+    assert missed(select(replace(case, n=16, k=16), "sm_90a"), length, 16, 16, batch) < 0.1
+
+
+def test_a_window_s_heads_are_visited_one_after_the_other():
+    assert together(UNBOUNDED, 4096) and together(4096, 4096) and not together(4095, 4096)
+    plan = select(replace(problem(128, band=True), n=32, k=4), "sm_90a")
+    assert plan.alternates and missed(plan, 8192, 32, 4, 1, window=1024) < 0.3

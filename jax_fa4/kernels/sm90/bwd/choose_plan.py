@@ -11,6 +11,7 @@ from jax_fa4.spec import Problem, Unsupported
 SMS = 132  # of an H100 or H200; another number only changes how long the last tiles of a call take
 _WORKERS = {"workers": SMS}
 _STEP = _WORKERS | {"turns": False, "late": True}  # in step, dQ told of late
+_ALTERNATES = {"alternates": True}
 # (128 queries a step, band, ordered) -> (longest sequence, fields beside form_for's and `turns`), the longest
 # ascending; the last serves any length. TFLOP/s at 1k, 4k and 16k, 16k tokens in all, and of cuDNN 9.19 and
 # FlashAttention-4's own kernels in the same run (H200, 2026-11-30, docs/measured/2026-11-30_h200_backward_kept.txt;
@@ -35,10 +36,15 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
     # reverse 0.97, 0.98 (0.97), 0.93; 32: 1.02, 0.91 (0.92), 0.91
     (False, True, True): ((1024, _WORKERS | {"mirrored": 32}), (0, _WORKERS | {"mirrored": 8})),
 }
-# The same where heads share keys and the choice is another: 32:4 heads, causal 16k, kernels alone 569 with values
-# neither first nor kept, 549 with the form above; by (forward and backward) - forward 520 and, as here, 536.
+# The same where heads share keys and the choice is another: all heads at a query tile before the next one. 32:4 heads,
+# causal D128 at 1k, 4k and 16k: 369, 512, 567, before 316, 463, 564 (2026-11-30_h200_backward_shared_keys.txt).
 SHARED_KEYS: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    (False, True, False): ((8192, _WORKERS), (0, {"values_first": True, "kept": 2})),
+    (True, True, False): (
+        (2048, _STEP | _ALTERNATES),
+        (8192, _WORKERS | {"late": True} | _ALTERNATES),
+        (0, _WORKERS | _ALTERNATES),
+    ),
+    (False, True, False): ((0, _WORKERS | _ALTERNATES),),
 }
 # The same of deeper ones, by (band, ordered). Of the plain form at D256 4k, D192 4k: 0.81, 0.80; without sections 0.64,
 # 0.59 (0.70, 0.66 if no turn is deferred). Causal, with heads in reverse: 0.57 to 0.74 at D256.
@@ -65,7 +71,7 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     forms = SHARED_KEYS.get(kind, MEASURED[kind]) if problem.n != problem.k else MEASURED[kind]
     for longest, more in forms:
         if longest == 0 or 0 < length <= longest:
-            left_out = ("workers",) * alone + ("turns", "kept", "late", "values_first", "early") * crowded
+            left_out = ("workers", "alternates") * alone + ("turns", "kept", "late", "values_first", "early") * crowded
             return fields | {name: value for name, value in more.items() if name not in left_out}
     raise AssertionError("the last of a list serves any length")
 

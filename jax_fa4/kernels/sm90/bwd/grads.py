@@ -12,9 +12,10 @@ from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.ring import Place, arrive, start, step, wait
 from jax_fa4.kernels.sm90 import wgmma
 from jax_fa4.kernels.sm90.bwd import products
-from jax_fa4.kernels.sm90.bwd.items import another, told, visit
+from jax_fa4.kernels.sm90.bwd.items import another, nest, together, told, visit, within
 from jax_fa4.kernels.sm90.bwd.kept import keep_values, values_kept
 from jax_fa4.kernels.sm90.bwd.leave import announce, announce_older, hand_over, leave
+from jax_fa4.kernels.sm90.bwd.plan import DS_BUFFERS
 from jax_fa4.kernels.sm90.bwd.scores import differ, free_queries, mask, round_slopes, round_weights, statistics, weigh
 from jax_fa4.kernels.sm90.bwd.segments import key_ids
 from jax_fa4.kernels.sm90.bwd.store import OWN_BARRIERS, TURN_BARRIERS, clear_rows, hand_keys, meet, store_keys
@@ -342,7 +343,7 @@ def turn_steps(ctx, h, places, item_at):
     q_at, _, turn_at, _ = places  # all rings of two stages but dQ's move together
     first = h.group == 0
     begun, laid = not first, cutlass.Boolean(False)
-    m, left = ctx.first, ctx.group * (ctx.last - ctx.first)
+    m, left, of_group = ctx.first, ctx.group * (ctx.last - ctx.first), Int32(0)
     while left > 0:
         one, mine = ctx, h
         if const_expr(plan.workers > 0):
@@ -352,7 +353,13 @@ def turn_steps(ctx, h, places, item_at):
         q_at = step(q_at, 2)
         laid = cutlass.Boolean(begun)
         begun = cutlass.Boolean(True)
-        m, left = m + 1, left - 1
+        left = left - 1
+        if const_expr(plan.alternates):
+            of_group = of_group + 1
+            if (of_group == one.group) | (not together(one)):
+                of_group, m = Int32(0), m + 1
+        else:
+            m = m + 1
         if m == one.last:
             m = one.first
     announce_older(ctx, turn_at, laid)
@@ -402,19 +409,37 @@ def lagged_steps(ctx, h):
         warpgroup.wait_group(0)
 
 
+def onward(plan, q_at, dout_at, turn_at, buffer):
+    """Each a place further."""
+    return (
+        step(q_at, plan.query_stages),
+        step(dout_at, plan.dout_stages),
+        step(turn_at, plan.parts),
+        step(buffer, DS_BUFFERS),
+    )
+
+
 @cute.jit
 def steps(ctx, h, places):
     """All query tiles of the group's heads; returns the next places of the rings q, dout, dq and of dS."""
     plan = ctx.plan
     q_at, dout_at, turn_at, buffer = places
     line, begun = first_line(ctx), cutlass.Boolean(False)
-    for _ in cutlass.range(ctx.group, unroll=1):
-        for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-            tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer), line, begun)
-            begun = cutlass.Boolean(True)
-            q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
-            turn_at, buffer = step(turn_at, plan.parts), step(buffer, 2)
-        line = line + ctx.tiles
+    if const_expr(plan.alternates):
+        outer, inner = nest(ctx)
+        for a in cutlass.range(outer, unroll=1):
+            for b in cutlass.range(inner, unroll=1):
+                _, i = within(ctx, a, b)
+                tile_step(ctx, h, visit(ctx, i), (q_at, dout_at, turn_at, buffer), line, begun)
+                begun = cutlass.Boolean(True)
+                q_at, dout_at, turn_at, buffer = onward(plan, q_at, dout_at, turn_at, buffer)
+    else:
+        for _ in cutlass.range(ctx.group, unroll=1):
+            for m in cutlass.range(ctx.first, ctx.last, unroll=1):
+                tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer), line, begun)
+                begun = cutlass.Boolean(True)
+                q_at, dout_at, turn_at, buffer = onward(plan, q_at, dout_at, turn_at, buffer)
+            line = line + ctx.tiles
     announce_older(ctx, turn_at, begun)
     return q_at, dout_at, turn_at, buffer
 

@@ -24,7 +24,29 @@ def example_band(ints, batch, queries, keys, ends):
 
 def visit(ctx, i):
     """The query tile that is visited in the i-th place of [first, last)."""
-    return order.visited(i, (ctx.first, ctx.last), ctx.rising) if ctx.plan.mirrored else i
+    return order.visited(i, (ctx.first, ctx.last), ctx.rising) if ctx.plan.rises else i
+
+
+def together(ctx):
+    """See `order.together`."""
+    return order.together(ctx.ends[0], ctx.keys)
+
+
+@cute.jit
+def nest(ctx):
+    """Turns of the outer loop over a tile's work and of the inner one, with `alternates`."""
+    span = ctx.last - ctx.first
+    outer = span if together(ctx) else ctx.group
+    inner = ctx.group if together(ctx) else span
+    return outer, inner
+
+
+@cute.jit
+def within(ctx, a, b):
+    """(head of the group, place of the query tile in [first, last)) in turn a of the outer loop, b of the inner one."""
+    g = b if together(ctx) else a
+    i = a if together(ctx) else b
+    return g, ctx.first + i
 
 
 @cute.jit
@@ -44,6 +66,9 @@ def placed(ctx, index):
         )
     else:
         tile, line = sectioned(index, key_tiles, lines, ctx.section, plan.ordered, cutlass.min)
+    if const_expr(plan.alternates):
+        rising = order.alternating(index, key_tiles, ctx.section, plan.workers, cutlass.min)
+        rising = rising if together(ctx) else Int32(0)
     batch, kv_head = line // kv_heads, line % kv_heads
     band = example_band(ctx.ints, batch, ctx.queries, ctx.keys, ctx.ends)
     first, last = query_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)

@@ -10,7 +10,7 @@ from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.passes.plan import ahead
-from jax_fa4.kernels.sm90.bwd.items import known, placed, take, tell, visit
+from jax_fa4.kernels.sm90.bwd.items import known, nest, placed, take, tell, visit, within
 
 
 @cute.jit
@@ -38,6 +38,27 @@ def load_keys(ctx, at):
 
 
 @cute.jit
+def load_queries(ctx, g, i, places):
+    """Q with its statistics and dO of the i-th query tile that is visited, of the group's head g. Returns q's and
+    dout's next places."""
+    plan = ctx.plan
+    q, dout = plan.rings[2:4]
+    k_at, q_at, dout_at = places
+    head, m = ctx.kv_head * ctx.group + g, visit(ctx, i)
+    line = (ctx.batch.to(Int64) * ctx.heads + head) * ctx.tiles
+    wait(ctx.empty["q"], q_at)
+    fetch(views(ctx.q, (plan.rows, plan.inner), head, ctx.batch), m, ctx.full["q"], q_at, q.bytes)
+    source = ctx.stats + (line + m) * (2 * plan.rows)
+    fetch_line(source, ctx.held + q_at.index * (2 * plan.rows), ctx.full["q"] + q_at.index, 8 * plan.rows)
+    wait(ctx.empty["dout"], dout_at)
+    fetch(views(ctx.dout, (plan.rows, plan.inner_value), head, ctx.batch), m, ctx.full["dout"], dout_at, dout.bytes)
+    if const_expr(plan.workers > 0):
+        if (g == 0) & (i == ctx.first):
+            load_keys(ctx, k_at)
+    return step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+
+
+@cute.jit
 def load(ctx, places):
     """Fills the rings k and v (one place for both), q and dout; returns the next places.
 
@@ -45,28 +66,20 @@ def load(ctx, places):
     stages are free before the tile before is done with its K.
     """
     plan = ctx.plan
-    q, dout = plan.rings[2:4]
     k_at, q_at, dout_at = places
     if const_expr(plan.workers == 0):
         if ctx.last > ctx.first:
             load_keys(ctx, k_at)
-    for g in cutlass.range(ctx.group, unroll=1):
-        head = ctx.kv_head * ctx.group + g
-        copy_q = views(ctx.q, (plan.rows, plan.inner), head, ctx.batch)
-        copy_dout = views(ctx.dout, (plan.rows, plan.inner_value), head, ctx.batch)
-        line = (ctx.batch.to(Int64) * ctx.heads + head) * ctx.tiles
-        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
-            m = visit(ctx, i)
-            wait(ctx.empty["q"], q_at)
-            fetch(copy_q, m, ctx.full["q"], q_at, q.bytes)
-            source = ctx.stats + (line + m) * (2 * plan.rows)
-            fetch_line(source, ctx.held + q_at.index * (2 * plan.rows), ctx.full["q"] + q_at.index, 8 * plan.rows)
-            wait(ctx.empty["dout"], dout_at)
-            fetch(copy_dout, m, ctx.full["dout"], dout_at, dout.bytes)
-            if const_expr(plan.workers > 0):
-                if (g == 0) & (i == ctx.first):
-                    load_keys(ctx, k_at)
-            q_at, dout_at = step(q_at, plan.query_stages), step(dout_at, plan.dout_stages)
+    if const_expr(plan.alternates):
+        outer, inner = nest(ctx)
+        for a in cutlass.range(outer, unroll=1):
+            for b in cutlass.range(inner, unroll=1):
+                g, i = within(ctx, a, b)
+                q_at, dout_at = load_queries(ctx, g, i, (k_at, q_at, dout_at))
+    else:
+        for g in cutlass.range(ctx.group, unroll=1):
+            for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+                q_at, dout_at = load_queries(ctx, g, i, (k_at, q_at, dout_at))
     if ctx.last > ctx.first:
         k_at = step(k_at, 1)
     return k_at, q_at, dout_at

@@ -66,6 +66,7 @@ class Plan:
     workers: int = 0  # CTAs in all: each takes tiles of keys by ticket, loads run ahead; 0 = a CTA for each
     clears: bool = False  # CTAs zero the workspace for heads to come, which stays in L2 until it is added to
     defers: bool = False  # `ordered` and `apart`: a turn is given up a step later where dQ is waiting to be added
+    alternates: bool = False  # with `workers` and `band`: the heads of a query tile one after the other, see order.py
     mirrored: int = 0  # with `ordered` and `band`: key heads, the last ones, whose work goes in reverse, see order.py
     finishes: bool = False  # whoever adds last to a query tile's dQ converts it: no postprocess
     each_lane: bool = False  # every lane frees a stage of Q: compute-sanitizer follows no lane that speaks for its warp
@@ -85,6 +86,7 @@ class Plan:
             assert self.inner // self.groups // self.pieces % 32 == 0, self
         assert not self.defers or (self.ordered and self.apart), self
         assert self.mirrored == 0 or (self.ordered and self.band and (self.turns or self.apart)), self
+        assert not self.alternates or (self.workers and self.band and not (self.ordered or self.finishes)), self
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
             assert not (self.lagged or self.held or self.direct), self
@@ -108,7 +110,8 @@ class Plan:
     @property
     def form(self) -> tuple[str, ...]:
         """In words, what tells plans of one kind apart."""
-        named = ("turns", "workers", "section", "kept", "late", "values_first", "early", "defers", "finishes", "clears")
+        named = ("turns", "workers", "section", "kept", "late", "values_first", "early", "alternates")
+        named += ("defers", "finishes", "clears")
         mirrored = (f"mirrored {self.mirrored}",) if self.mirrored else ()  # two numbers of it are chosen, by length
         return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)), *mirrored)
 
@@ -151,7 +154,12 @@ class Plan:
     @property
     def item_words(self) -> int:
         """int32 numbers that tell a role of its next tile of keys."""
-        return 8 + (self.mirrored > 0)
+        return 8 + self.rises
+
+    @property
+    def rises(self) -> bool:
+        """Whether some of the work goes through its queries descending."""
+        return self.alternates or self.mirrored > 0
 
     @property
     def places(self) -> int:

@@ -8,7 +8,7 @@ from jax_fa4.kernels.common.copies import add_bulk, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm90.bwd.counts import count, hand_on, post
-from jax_fa4.kernels.sm90.bwd.items import another, told, visit
+from jax_fa4.kernels.sm90.bwd.items import another, nest, told, visit, within
 from jax_fa4.kernels.sm90.bwd.pieces import drain_half, rank_of
 
 
@@ -22,28 +22,40 @@ def await_turn(flag, rank):
 
 
 @cute.jit
+def add(ctx, mine: cutlass.Constexpr, line, m, at):
+    """Adds dQ of query tile m of the head whose tiles are counted from `line`; returns the next place."""
+    plan = ctx.plan
+    size, nbytes = plan.rows * plan.depth, 4 * plan.rows * plan.depth
+    work, turns, free = ctx.work, ctx.turns, ctx.empty["dq"]
+    if const_expr(plan.reducers == 1) or at.index == mine:
+        if const_expr(plan.ordered):  # mostly it has come before dQ is made
+            await_turn(turns + (line + m), rank_of(ctx, m))
+        wait(ctx.full["dq"], at)
+        add_bulk(work + (line + m) * size, ctx.part + at.index * plan.part_numbers, nbytes)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.mbarrier_arrive(free + at.index)
+        if const_expr(plan.ordered):
+            cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
+            cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+    return step(at, plan.parts)
+
+
+@cute.jit
 def drain(ctx, mine: cutlass.Constexpr, at):
     """Adds every dQ tile, or with several reduce warps those of part `mine`, and frees its place in the ring dq, whose
     next one is returned. By one thread.
     """
-    plan = ctx.plan
-    size, nbytes = plan.rows * plan.depth, 4 * plan.rows * plan.depth
-    work, turns, free = ctx.work, ctx.turns, ctx.empty["dq"]
-    for g in cutlass.range(ctx.group, unroll=1):
-        line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
-        for i in cutlass.range(ctx.first, ctx.last, unroll=1):
-            m = visit(ctx, i)
-            if const_expr(plan.reducers == 1) or at.index == mine:
-                if const_expr(plan.ordered):  # mostly it has come before dQ is made
-                    await_turn(turns + (line + m), rank_of(ctx, m))
-                wait(ctx.full["dq"], at)
-                add_bulk(work + (line + m) * size, ctx.part + at.index * plan.part_numbers, nbytes)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(free + at.index)
-                if const_expr(plan.ordered):
-                    cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
-                    cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
-            at = step(at, plan.parts)
+    first_line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group) * ctx.tiles
+    if const_expr(ctx.plan.alternates):
+        outer, inner = nest(ctx)
+        for a in cutlass.range(outer, unroll=1):
+            for b in cutlass.range(inner, unroll=1):
+                g, i = within(ctx, a, b)
+                at = add(ctx, mine, first_line + g * ctx.tiles, visit(ctx, i), at)
+    else:
+        for g in cutlass.range(ctx.group, unroll=1):
+            for i in cutlass.range(ctx.first, ctx.last, unroll=1):
+                at = add(ctx, mine, first_line + g * ctx.tiles, visit(ctx, i), at)
     return at
 
 
