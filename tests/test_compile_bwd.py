@@ -95,6 +95,7 @@ OTHERS = [
     Case("d256_causal", b=1, t=100, s=140, n=2, k=1, d=256, causal=True),
     Case("d72_40", b=1, t=130, s=150, n=1, k=1, d=72, v=40, q_lens=(125,)),
     Case("d136_200", b=1, t=100, s=80, n=1, k=1, d=136, v=200),
+    Case("d128_causal_alone", b=1, t=130, s=200, n=1, k=1, d=128, causal=True, kv_lens=(170,), q_lens=(100,)),
 ]
 EVERYTHING = Case(
     "all_kinds", b=2, t=150, s=300, n=4, k=2, d=64, window=(150, 20), bottom_right=True, q_lens=(150, 90),

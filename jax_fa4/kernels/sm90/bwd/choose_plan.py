@@ -24,7 +24,8 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
     # 476, 595, 612; cuDNN 354, 482, 525, its own 464, 577, 615. Nothing kept 459, 566, 591; in turns 467, 562, 596
     (False, False, False): ((0, _STEP | {"kept": 2}),),
     # 342, 508, 608; cuDNN 252, 399, 505, its own 335, 505, 585. In step 345, 493, 567; values last, LSE late 578 at 16k
-    (False, True, False): ((8192, _WORKERS), (0, {"values_first": True, "early": True})),
+    # In step with two kept, timed since: 347, 517, 583, in turns 338, 510, at 16k as below 579, its own 339, 493, 571
+    (False, True, False): ((8192, _STEP | {"kept": 2}), (0, {"values_first": True, "early": True})),
     # 386, 500, 533 in the order of sections; head by head 328, 424, 543
     (True, False, True): ((0, {"section": 32}),),
     # 296, 450, 517; without workers 268, 423, 509. Of the plain form (docs/measured/2026-11-30_h200_ordered.txt): 1.01
