@@ -225,6 +225,8 @@ VARIANTS = {
     "halfway slack chains": {"halfway": True, "turns": True, "slack": 8.0, "chains": 4},
     "halfway fma": {"halfway": True, "on_fma": 5},
     "own three halfway": THREE | {"own": True, "overlap": True, "halfway": True, "turns": True, "workers": 3},
+    "own three halfway slack 0": THREE
+    | {"own": True, "overlap": True, "halfway": True, "turns": True, "workers": 3, "slack": 0.0, "chains": 2},
     "own narrow": {"own": True, "turns": True, "workers": 2, "keys": 64},
 }
 MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140), kv_lens=(300, 170), bottom_right=True)
@@ -234,6 +236,19 @@ MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140),
 @pytest.mark.parametrize("name", VARIANTS)
 def test_plan_variants_are_attention(name, seed):
     passes(MANY, seed=seed, **VARIANTS[name])
+
+
+@pytest.mark.parametrize("row", [3, 11])
+def test_one_row_alone_whose_peak_rises_beyond_the_slack(row):
+    """Of a thread's two rows, 8 apart, either: the whole warp shrinks what it has, by 1 where nothing rose."""
+
+    def fill(inp):
+        inp.query[:, :row] = inp.query[:, row + 1 :] = 0.0
+        inp.query[:, row] = 4.0
+        inp.key[:, 5] = 3.0  # met last; a logit of 96
+
+    one = {"rows": 64, "groups": 1, "registers": (24, 240), "overlap": True, "halfway": True, "slack": 8.0}
+    passes(Case("rises", b=1, t=64, s=256, n=1, k=1), fill=fill, **one)
 
 
 TRIPS = [

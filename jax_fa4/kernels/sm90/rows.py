@@ -65,9 +65,13 @@ def row_scale(top, scale):
     return fine if cute.arch.fmax(top * fine, -(top * fine)) < STEEP else coarse
 
 
-def folded(line, op, chains):
-    """op over a row's values, as `chains` independent chains: one alone waits for each result before the next."""
+def folded(line, op, chains, before=None):
+    """op over a row's values, as `chains` independent chains: one alone waits for each result before the next.
+
+    before: a value that the first chain begins with.
+    """
     parts = [line[c] for c in range(chains)]
+    parts[0] = parts[0] if before is None else op(before, parts[0])
     for c in range(chains, cute.size(line)):
         parts[c % chains] = op(parts[c % chains], line[c])
     while len(parts) > 1:
@@ -112,6 +116,7 @@ def weigh(scores, state, scale, plan: cutlass.Constexpr):
     shrink = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
         exponents_of(view[r, None], (state[0], shrink), r, scale, plan)
+        shrink[r] = cute.math.exp2(shrink[r], fastmath=True)
         exponentiate(view[r, None], plan)
         add_row(view[r, None], state[1], shrink, r, plan)
     return shrink
@@ -119,8 +124,9 @@ def weigh(scores, state, scale, plan: cutlass.Constexpr):
 
 @cute.jit
 def exponents_of(line, moving, r: cutlass.Constexpr, scale, plan: cutlass.Constexpr):
-    """A row's scores become scale * score - base. moving: (peak, what older sums shrink by), whose r-th move on."""
-    peak, shrink = moving
+    """A row's scores become scale * score - base. moving: (peak, the base that was less this one), whose r-th move on:
+    older sums shrink by 2 to that."""
+    peak, older = moving
     if const_expr(plan.chains > 1):
         top = cute.arch.fmax(folded(line, cute.arch.fmax, plan.chains), peak[r])
     else:
@@ -131,8 +137,8 @@ def exponents_of(line, moving, r: cutlass.Constexpr, scale, plan: cutlass.Conste
         top = peak[r] if (top - peak[r]) * factor <= plan.slack else top
     base = Float32(0.0) if top == -Float32.inf else product(top, factor)
     exponents = cute.math.fma(line.load(), cute.full_like(line, factor), cute.full_like(line, -base))
-    # Where the peak has not moved this is exactly 1; the older base was product(peak, factor), its rounding too.
-    shrink[r] = cute.math.exp2(product(peak[r], factor) - base, fastmath=True)
+    # Where the peak has not moved this is exactly 0; the older base was product(peak, factor), its rounding too.
+    older[r] = product(peak[r], factor) - base
     peak[r] = top
     line.store(exponents)
 

@@ -10,30 +10,34 @@ from jax_fa4.kernels.sm90.fwd.plan import DEPTHS, NATIVE_DEPTHS, SMS, Plan, nati
 from jax_fa4.spec import Problem, Unsupported
 
 _THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
-_THREE_HALFWAY = {**_THREE, "overlap": True, "halfway": True, "own": True}
+_THREE_HALFWAY = {**_THREE, "overlap": True, "halfway": True, "own": True, "slack": 8.0}
 _TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
 _LIGHT = {"chains": 4, "slack": 8.0}
 _AHEAD = {"workers": SMS, "turns": True}
 # (depth of Q and K, of V and O in shared memory, band) -> (longest sequence, fields in place of tiles_for's), the
 # longest ascending; the last serves any length. TFLOP/s on an H200, 2026-11-30, 16k tokens in all, at 1k, 4k and 16k,
 # and of cuDNN 9.19 and FlashAttention-4's own kernels in the same run: 2026-11-30_h200_forward_halfway.txt in
-# docs/measured. What fields do: docs/decisions/hopper_forward_forms.md.
+# docs/measured; with a slack at 4k and 16k: 2026-11-30_h200_forward_slack.txt. What fields do:
+# docs/decisions/hopper_forward_forms.md.
 MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 434, 513, 534; 380, 426, 440; 379, 490, 540. Held: 426, 501, 511. The first at 16k 529, the second at 4k 503
-    (64, 64, False): ((8192, {**_THREE_HALFWAY, **_AHEAD, "chains": 2}), (0, {**_THREE_HALFWAY, **_AHEAD})),
-    # 296, 440, 508; 289, 385, 419; 248, 433, 524. At 1k the second: 270
+    # 506, 529; 438, 453; 483, 528. No slack: 498, 527, with two chains 500 at 4k
+    (64, 64, False): ((0, {**_THREE_HALFWAY, **_AHEAD}),),
+    # 296, 437, 508; 289, 390, 430; 248, 420, 500. No slack: 431, 502 at 4k and 16k. At 1k the second: 270
     (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HALFWAY, **_AHEAD})),
-    # 582, 439, 4k only. No overlap, 96 keys: 579; halfway with 96: 562
+    # 609, 448, 4k only. No slack: 585; before, no overlap, 96 keys: 579 to 582
     (96, 96, False): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
-    # 510, 369, 4k only. Likewise 490, 503
+    # 517, 383, 4k only. Likewise 507; 490 to 510
     (96, 96, True): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
-    # 589, 635, 651; 497, 561, 577; 506, 609, 643. Held 601 and 609 at 4k and 16k; in turns 635, 646
-    (128, 128, False): ((2048, {**_AHEAD, "halfway": True}), (0, {"workers": SMS, "sections": True, "halfway": True})),
-    # 445, 613, 658; 366, 476, 522; 382, 582, 664. The first at 4k 536, at 16k 651; the second at 1k 425. 32:4 heads at
-    # 4k: 627, cuDNN 504; window of 1024 at 16k: 479, 368
+    # 589, 620, 664; 497, 574, 604; 506, 618, 640. No slack: 613, 667, in another run 608 to 614, 641 to 657
+    (128, 128, False): (
+        (2048, {**_AHEAD, "halfway": True}),
+        (0, {"workers": SMS, "sections": True, "halfway": True, "slack": 8.0}),
+    ),
+    # 445, 580, 647; 366, 481, 545; 382, 561, 626. No slack: 567, 637. The first at 4k 536 to 613, the second at 1k 425.
+    # Without a slack, 32:4 heads at 4k: 627, cuDNN 504; window of 1024 at 16k: 479, 368
     (128, 128, True): (
         (2048, {**_AHEAD, "registers": (40, 232)}),
-        (0, {**_AHEAD, "registers": (40, 232), "halfway": True}),
+        (0, {**_AHEAD, "registers": (40, 232), "halfway": True, "slack": 8.0}),
     ),
     # 664, 550, 4k only; not halfway 661, light too 672
     (192, 192, False): ((0, {"halfway": True}),),
