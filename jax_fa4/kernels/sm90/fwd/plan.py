@@ -86,7 +86,7 @@ class Plan:
     def form(self) -> tuple[str, ...]:
         """In words, what tells plans of one kind apart."""
         named = ("packed", "splits", "sections", "turns", "held", "halfway", "own", "workers")
-        chains = (f"chains {self.chains}",) * (self.chains > 1)  # two numbers of them are chosen, by length
+        chains = (f"chains {self.chains}",) * (self.chains > 1)
         return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)), *chains)
 
     @property
