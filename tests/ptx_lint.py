@@ -166,22 +166,44 @@ def _repeated(code: Code) -> dict[str, str]:
     return {p: text for text, ps in compared.items() if guarding[text] > 1 for p in ps}
 
 
+def _flags(code: Code) -> dict[int, tuple[str, bool]]:
+    """branch -> (the flag it asks, whether it goes if that is set): constants are moved to flags. A contrary that was
+    made just before the branch asks the flag itself."""
+    flags = {x.written[0] for x in code.instructions if _sets_flag(x)}
+    asked = {}
+    for i, x in enumerate(code.instructions):
+        last = code.instructions[i - 1]
+        if x.target and x.guard in flags:
+            asked[i] = (x.guard, not x.negated)
+        elif x.target and x.guard and last.op == "not.pred" and last.written == (x.guard,) and last.read[0] in flags:
+            asked[i] = (last.read[0], x.negated)
+    return asked
+
+
+def _sets_flag(x: Instruction) -> bool:
+    return x.op == "mov.pred" and not x.guard and not x.read
+
+
 def _states(code: Code, start: Any, change: Step, join: Callable[[Any, Any], Any]) -> list[Any]:
     """The state before each instruction, over all paths that can be: a comparison made twice of registers that were
-    not written since has one outcome. Inside: a state for each set of outcomes."""
-    same = _repeated(code)
+    not written since has one outcome, and a flag that was set to a constant has it. Inside: a state for each set of
+    outcomes."""
+    same, flags = _repeated(code), _flags(code)
 
     def step(i: int, x: Instruction, states: dict) -> dict[int, Any]:
         after: dict[frozenset, Any] = {}
         for known, state in states.items():
             if x.written:
                 known = frozenset(k for k in known if not set(_REGISTER.findall(k[0])) & set(x.written))
+            if _sets_flag(x):
+                known |= {(x.written[0], not x.text.endswith(" 0"))}
             state = change(x, state)
             after[known] = join(after[known], state) if known in after else state
-        if not (x.target and x.guard and x.guard in same):
+        text, goes_if = flags.get(i, (same.get(x.guard, ""), not x.negated))
+        if not (x.target and x.guard and text):
             return dict.fromkeys(code.next[i], after)
-        text, out = same[x.guard], {}
-        for n, truth in zip(code.next[i], (not x.negated, x.negated), strict=False):
+        out: dict[int, Any] = {}
+        for n, truth in zip(code.next[i], (goes_if, not goes_if), strict=False):
             kept: dict[frozenset, Any] = {}
             for known, state in after.items():
                 if (text, not truth) not in known:

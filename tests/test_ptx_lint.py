@@ -5,6 +5,7 @@ from micro import add, build, copy, gemm, power
 from ptx_lint import lint, registers
 from verifier.mutate import chain, drop, edit
 
+from jax_fa4.kernels import select
 from jax_fa4.kernels.sm90.bwd.plan import Plan as Sm90Backward
 from jax_fa4.kernels.sm90.bwd.plan import form_for
 from jax_fa4.kernels.sm90.fwd.plan import Plan as Sm90Forward
@@ -23,6 +24,7 @@ OTHERS = {
     "sm100 backward": sm100_backward(Problem(AttentionSpec(), 1, 512, 512, 1, 1, 64, 64, "bfloat16", "bwd")),
     "sm90 forward": Sm90Forward("bfloat16", 128, 128, band=True, **tiles_for(128, 128)),
     "sm90 backward": Sm90Backward("bfloat16", 64, 64, **form_for(64, 64)),
+    "sm90 backward, chosen": select(Problem(AttentionSpec(), 1, 390, 128, 1, 1, 64, 64, "bfloat16", "bwd"), "sm_90a"),
 }
 COMPILED = FORWARDS | OTHERS
 built: dict[str, str] = {}
@@ -119,6 +121,51 @@ $L__A:
     assert [f.rule for f in lint(ptx)] == ["wait-ld"]
     waited = edit(r"\$L__A:", "$L__A:\ttcgen05.wait::ld.sync.aligned;")
     assert chain(waited)(ptx) != ptx and lint(waited(ptx)) == []
+
+
+FLAGGED = """
+.visible .entry k()
+{
+	mov.pred 	%p1, 0;
+	setp.lt.s32 	%p2, %r9, 1;
+	@%p2 bra 	$L__B;
+$L__A:
+	st.shared.b32 	[%r3], %r4;
+	add.s32 	%r9, %r9, -1;
+	setp.ne.s32 	%p3, %r9, 0;
+	mov.pred 	%p1, -1;
+	@%p3 bra 	$L__A;
+$L__B:
+	not.pred 	%p4, %p1;
+	@%p4 bra 	$L__C;
+	fence.proxy.async.shared::cta;
+$L__C:
+	mbarrier.arrive.shared.b64 	%rd2, [%r5];
+	mbarrier.try_wait.parity.shared.b64 	%p5, [%r5], %r6;
+	elect.sync 	%r1|%p6, -1;
+	not.pred 	%p7, %p6;
+	@%p7 bra 	$L__D;
+	cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r3], 512;
+$L__D:
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "rules"),
+    [
+        (str, []),
+        (edit(r"%p1, -1", "%p1, 0"), ["proxy"]),
+        (edit(r"@%p4", "@!%p4"), ["proxy"]),
+        (edit(r"@%p4", "@%p2"), ["proxy"]),
+        (edit(r"not\.pred \t%p4, %p1;", "mov.pred %p1, 0; not.pred %p4, %p1;"), ["proxy"]),
+    ],
+    ids=["fenced if any step was", "flag never set", "the other way", "asks something else", "flag taken back"],
+)
+def test_a_flag_is_known_behind_the_loop_that_sets_it(fault, rules):
+    """Stores are fenced behind the loop, if it took a step; the path that took one and has no fence cannot be."""
+    assert [f.rule for f in lint(fault(FLAGGED))] == rules
 
 
 ELECTED = """

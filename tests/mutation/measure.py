@@ -1,21 +1,28 @@
 """Plants faults in every known-good kernel and tabulates which tier notices: `python tests/mutation/measure.py`.
 
 --each N M: at most N faults of asynchronous code a kernel and M of control flow and arithmetic, spread over the kinds.
---write: also write docs/measured/mutants.json and .md. --only PART: kernels whose name has it.
+--write: also write docs/measured/mutants.json and .md. --only PART: kernels whose name has it. --jobs N: that many at a
+time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
+import multiprocessing
 import random
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -39,30 +46,49 @@ def spread(found: list, most: int, seed: int) -> list:
     return sorted(picked, key=lambda m: (m.line, m.kind))
 
 
-def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool = True, show=print, keep=id) -> list:
-    """The fates of all mutants; those whose text is no program are left out."""
+def judge_one(subject: Any, each: tuple[int, int], seed: int, verify: bool) -> tuple[list, str]:
+    """The fates of one kernel's mutants, and what to say of them."""
     from emulator.mutants import ARITHMETIC, mutants
 
     from mutation.judge import Judge
+
+    started, judge = time.process_time(), Judge(subject)
+    first, last = subject.lines
+    found = [m for m in mutants(subject.ptx) if first <= m.line <= last]
+    groups = ([m for m in found if (m.kind in ARITHMETIC) == arithmetic] for arithmetic in (False, True))
+    picked = [m for group, most in zip(groups, each, strict=True) for m in spread(group, most, seed)]
+    made = [f for m in picked if (f := judge.fate(m, verify))]
+    tiers = dict(Counter(f.tier for f in made))
+    lines = [f"{subject.name}: {len(made)} of {len(found)}, {tiers}, {time.process_time() - started:.0f} s of CPU"]
+    for f in made:
+        if f.tier == "nothing" or f.how == "other bits":
+            lines.append(f"    {f.how}: {f.kind}, line {f.line}: {f.code[:130]}")
+    return made, "\n".join(lines)
+
+
+def judge_named(name: str, each: tuple[int, int], seed: int, verify: bool) -> tuple[list, str]:
+    """As `judge_one`, in a process of its own."""
     from mutation.subjects import subjects
 
-    fates = []
-    for subject in subjects(part):
-        started, judge = time.process_time(), Judge(subject)
-        first, last = subject.lines
-        found = [m for m in mutants(subject.ptx) if first <= m.line <= last]
-        groups = ([m for m in found if (m.kind in ARITHMETIC) == arithmetic] for arithmetic in (False, True))
-        picked = [m for group, most in zip(groups, each, strict=True) for m in spread(group, most, seed)]
-        made = [f for m in picked if (f := judge.fate(m, verify))]
-        fates += made
-        keep(made)
-        tiers = Counter(f.tier for f in made)
-        show(
-            f"{subject.name}: {len(made)} of {len(found)}, {dict(tiers)}, {time.process_time() - started:.0f} s of CPU"
-        )
-        for f in made:
-            if f.tier == "nothing" or f.how == "other bits":
-                show(f"    {f.how}: {f.kind}, line {f.line}: {f.code[:130]}")
+    return judge_one(next(s for s in subjects(name) if s.name == name), each, seed, verify)
+
+
+def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool = True, *, show: Callable = print,
+              keep: Callable = id, jobs: int = 1) -> list:  # fmt: skip
+    """The fates of all mutants; those whose text is no program are left out. `jobs`: kernels at a time."""
+    from mutation.subjects import names, subjects
+
+    with contextlib.ExitStack() as stack:
+        if jobs == 1:
+            results = (judge_one(s, each, seed, verify) for s in subjects(part))
+        else:
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")))
+            results = (f.result() for f in [pool.submit(judge_named, n, each, seed, verify) for n in names(part)])
+        fates = []
+        for made, text in results:
+            fates += made
+            keep(made)
+            show(text)
     return fates
 
 
@@ -84,9 +110,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-verifier", action="store_true")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="kernels at a time, a process each")
     args = parser.parse_args()
     keep = (lambda made: write(made, args)) if args.write else id  # after every kernel: a full run takes long
-    fates = judge_all(args.each, args.only, args.seed, not args.no_verifier, lambda text: print(text, flush=True), keep)
+    say = partial(print, flush=True)
+    fates = judge_all(args.each, args.only, args.seed, not args.no_verifier, show=say, keep=keep, jobs=args.jobs)
     print(table(fates))
     caught = sum(f.tier != "nothing" for f in fates)
     print(f"{caught} of {len(fates)} noticed, {100 * caught / max(len(fates), 1):.1f} %")

@@ -31,7 +31,7 @@ EDITS = {
     r"else tRS_sC\[\.\.\., dst_idx\]": "else tRS_sC[(*[None] * (cute.rank(tRS_sC) - 1), dst_idx)]",
 }
 SHAPES = {"fwd": [(256, 256), (512, 384)], "bwd": [(256, 256), (384, 512)]}
-SMALL = {"fwd": (256, 128), "bwd": (128, 128)}  # the verifier's
+SMALL = {"fwd": [(256, 128)], "bwd": [(128, 128), (256, 128)]}  # the verifier's, one CTA or a pair
 
 
 def fetch(folder: Path) -> None:
@@ -119,22 +119,29 @@ def emulated(call) -> dict:
     }
 
 
-def verified(call, timeout: int) -> dict:
+def shapes_verified(call) -> list[tuple[int, int]]:
+    """(queries, keys) that the verifier is asked about."""
+    if call.causal:
+        return [(256, 256)]
+    if call.direction == "fwd":
+        return [(queries * (1 + call.pair), keys) for queries, keys in SMALL["fwd"]]
+    return [(queries, keys * (1 + call.pair)) for queries, keys in SMALL["bwd"][: 1 if call.pair else 2]]
+
+
+def verified(call, shape: tuple[int, int], timeout: int) -> dict:
     from sentryward import verify
     from verifier.describe import normal
 
     from public.calls import verifier_input
 
-    queries, keys = (256, 256) if call.causal else SMALL[call.direction]
-    queries, keys = (2 * queries, keys) if call.pair and call.direction == "fwd" else (queries, keys * (1 + call.pair))
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         (at / "k.ptx").write_text(normal(call.ptx))
-        (at / "k.json").write_text(json.dumps(verifier_input(call, queries, keys, True)))
+        (at / "k.json").write_text(json.dumps(verifier_input(call, *shape, True)))
         r = verify(str(at / "k.ptx"), input=str(at / "k.json"), timeout_seconds=timeout, memory_limit_mib=6000)
     found = [str(d.get("message"))[:200] for d in r.get("diagnostics", [])[:3]]
     seconds = round(float(r.get("elapsed_seconds") or 0), 1)
-    return {"shape": (queries, keys), "result": r.get("result"), "warnings": r.get("warning_count"), "seconds": seconds,
+    return {"shape": shape, "result": r.get("result"), "warnings": r.get("warning_count"), "seconds": seconds,
             "found": found}  # fmt: skip
 
 
@@ -160,7 +167,7 @@ def main() -> None:
         if not call.causal:
             entry["tile"] = counted(call)
         if not args.no_verifier:
-            entry["verifier"] = verified(call, args.timeout)
+            entry["verifier"] = [verified(call, shape, args.timeout) for shape in shapes_verified(call)]
         made["kernels"][name] = {**made["kernels"].get(name, {}), **entry}
         OUT.write_text(json.dumps(made, indent=1) + "\n")
         print(name, entry["emulator"], entry.get("tile", {}).get("clocks"), entry.get("verifier"), flush=True)
