@@ -20,20 +20,20 @@ _AHEAD = {"workers": SMS, "turns": True}
 # docs/measured; with a slack at 4k and 16k: 2026-11-30_h200_forward_slack.txt. What fields do:
 # docs/decisions/hopper_forward_forms.md.
 MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 506, 529; 438, 453; 483, 528. No slack: 498, 527, with two chains 500 at 4k
+    # 506, 529; 438, 453; 483, 528. Before the slack, with two chains up to 8k: 500, 530
     (64, 64, False): ((0, {**_THREE_HALFWAY, **_AHEAD}),),
-    # 296, 437, 508; 289, 390, 430; 248, 420, 500. No slack: 431, 502 at 4k and 16k. At 1k the second: 270
+    # 296, 437, 508; 289, 390, 430; 248, 420, 500. Before the slack: 428, 505 at 4k and 16k. At 1k the second: 270
     (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HALFWAY, **_AHEAD})),
-    # 609, 448, 4k only. No slack: 585; before, no overlap, 96 keys: 579 to 582
+    # 609, 448, 4k only. Before the slack: 578; no overlap, 96 keys: 579
     (96, 96, False): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
-    # 517, 383, 4k only. Likewise 507; 490 to 510
+    # 517, 383, 4k only. Likewise 503; 490
     (96, 96, True): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
-    # 589, 620, 664; 497, 574, 604; 506, 618, 640. No slack: 613, 667, in another run 608 to 614, 641 to 657
+    # 589, 620, 664; 497, 574, 604; 506, 618, 640. Before the slack: 606, 659
     (128, 128, False): (
         (2048, {**_AHEAD, "halfway": True}),
         (0, {"workers": SMS, "sections": True, "halfway": True, "slack": 8.0}),
     ),
-    # 445, 580, 647; 366, 481, 545; 382, 561, 626. No slack: 567, 637. The first at 4k 536 to 613, the second at 1k 425.
+    # 445, 580, 647; 366, 481, 545; 382, 561, 626. Before the slack: 561, 643. The first at 4k 536, the second at 1k 425.
     # Without a slack, 32:4 heads at 4k: 627, cuDNN 504; window of 1024 at 16k: 479, 368
     (128, 128, True): (
         (2048, {**_AHEAD, "registers": (40, 232)}),
