@@ -33,7 +33,7 @@ MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = 
         (2048, {**_AHEAD, "halfway": True}),
         (0, {"workers": SMS, "sections": True, "halfway": True, "slack": 8.0}),
     ),
-    # 445, 580, 647; 366, 481, 545; 382, 561, 626. Before the slack: 561, 643. The first at 4k 536, the second at 1k 425.
+    # 445, 580, 647; 366, 481, 545; 382, 561, 626. Before the slack: 561, 643; the first at 4k 536, the second at 1k 425
     # Without a slack, 32:4 heads at 4k: 627, cuDNN 504; window of 1024 at 16k: 479, 368
     (128, 128, True): (
         (2048, {**_AHEAD, "registers": (40, 232)}),
