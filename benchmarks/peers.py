@@ -45,7 +45,7 @@ from jax_fa4.ffi import call
 NAMES = ("ours", "cudnn", "fa4", "tokamax", "ours_det")
 LENGTHS = (1024, 4096, 16384)
 # Short turns: the clock dips by a tenth for a few of 50 ms (H200, 2026-11-30).
-SAMPLES, SECONDS = 8, 0.025
+SAMPLES, SECONDS = 8, 0.04
 PASSES = ("fwd", "both", "alone")
 # For what is not timed: XLA's search for float32 products would take longer than anything that is.
 UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}

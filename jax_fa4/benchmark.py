@@ -7,8 +7,8 @@ Protocol
     sets. Programs are compiled and run `WARM` times before the clock starts; compilation is never inside.
   * One sample = queue the program until it fills at least `SAMPLE_SECONDS`, wait for the last result, divide.
     Implementations take turns, sample by sample, in an order that changes each time: all see the same clocks, and
-    each comes after every other (a fixed order moved ratios by up to 5 %). The median of the samples is the time;
-    the spread is (75 % - 25 % quantile) / median.
+    each comes equally often after each other (a fixed order moved ratios by up to 5 %), and runs half as long untimed
+    before its sample. The median of the samples is the time; the spread is (75 % - 25 % quantile) / median.
   * backward = (forward and backward) - forward, the same for everybody; both take turns with one another too, since a
     difference of times at two clocks is none (forwards first, on a cooler card, made 470 of 450 TFLOP/s, or 412).
   * FLOPs: 4 b n t s d forward (2 (d + v) for unequal depths), 2.5 times that backward, halved for causal masks, and
@@ -148,7 +148,11 @@ def sample(program: Callable[[Any], Any], sets: Any, repeats: int) -> float:
 def time_in_turn(
     programs: dict[Key, Callable[[Any], Any]], sets: Any, samples: int = SAMPLES, seconds: float | None = None
 ) -> dict[Key, list[float]]:
-    """Samples of every program, taken in turn, see `order_of`; of SAMPLE_SECONDS each, or of other ones."""
+    """Samples of every program, taken in turn, see `order_of`; of SAMPLE_SECONDS each, or of other ones.
+
+    Before each, the program runs half as long without the clock: at the card's power limit whoever comes behind a slow
+    program finds a higher clock, and the limit takes tens of milliseconds to settle.
+    """
     seconds = SAMPLE_SECONDS if seconds is None else seconds
     repeats = {}
     for name, program in programs.items():
@@ -159,14 +163,16 @@ def time_in_turn(
     found: dict[Key, list[float]] = {name: [] for name in programs}
     for n in range(samples):
         for name in order_of(n, list(programs)):
+            sample(programs[name], sets, (repeats[name] + 1) // 2)
             found[name].append(sample(programs[name], sets, repeats[name]))
     return found
 
 
 def order_of(n: int, names: list[Key]) -> list[Key]:
-    """The n-th sample's: rotated, and every other time backwards, so that places and neighbours both change."""
-    at = n // 2 % max(len(names), 1)
-    turned = names[at:] + names[:at]
+    """The n-th sample's: E. J. Williams's design (1949), and every other time backwards, so that over twice as many
+    samples as there are programs each has every place, and every other one before it, equally often."""
+    count = len(names)
+    turned = [names[((i + 1) // 2 * (1 if i % 2 else -1) + n // 2) % count] for i in range(count)]
     return turned[::-1] if n % 2 else turned
 
 

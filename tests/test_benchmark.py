@@ -201,11 +201,11 @@ def test_implementations_take_turns(quick, monkeypatch):
     monkeypatch.setattr(benchmark, "SAMPLE_SECONDS", 0)
     programs = {name: lambda sets, name=name: order.append(name) for name in "ab"}
     found = benchmark.time_in_turn(programs, None, samples=3)
-    assert order[-6:] == list("abbaba") and [len(x) for x in found.values()] == [3, 3]
-    assert order[: len(order) - 6] == ["a"] * 3 + ["b"] * 3  # warm-up and the trial sample
+    assert order[-12:] == list("aabbbbaabbaa") and [len(x) for x in found.values()] == [3, 3]  # settled, then timed
+    assert order[: len(order) - 12] == ["a"] * 3 + ["b"] * 3  # warm-up and the trial sample
 
 
-@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd", "abcde", "abcdefghi", "abcdefghijkl"])
 def test_the_order_of_turns_favours_nobody(names):
     count = len(names)
     orders = ["".join(benchmark.order_of(n, list(names))) for n in range(2 * count)]
@@ -214,6 +214,7 @@ def test_the_order_of_turns_favours_nobody(names):
         assert [[order[at] for order in orders].count(name) for name in names] == [2] * count
     for a, b in itertools.permutations(names, 2):  # and who comes before whom is even
         assert sum(order.index(a) < order.index(b) for order in orders) == count
+        assert sum(a + b in order for order in orders) == 2, "each comes behind each other one as often"
 
 
 def test_forward_and_both_take_turns_with_one_another(monkeypatch):
