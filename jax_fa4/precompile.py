@@ -55,7 +55,8 @@ def precompile(
     A process that finds the store (JAX_FA4_STORE) and has the same version of jax_fa4 then compiles nothing, and needs
     no compiler. A kernel is right for every batch, length, window, scale and cap: only the kinds of things used, depths
     and dtype need another. Of a kind there may be several, of which the shapes decide the fastest: for few queries,
-    few query tiles, long sequences. A call whose own is not in the store gets the one for long sequences.
+    few query tiles, long sequences. A call whose own is not in the store, as a device's part of a call that a mesh cuts
+    may be, gets another of its kind, which is slower.
 
     Args:
       problems_or_fn: a JAX function, traced with `args` (arrays or `jax.ShapeDtypeStruct`s) as `jax.jit` would; its

@@ -71,21 +71,25 @@ def choose(problem: Problem, how: How, arch: str | None) -> Any:
 
 
 def _at_hand(problem: Problem, arch: str) -> Any:
-    """The plan for these shapes; where a filled store lacks it and nothing can build it, the one for every shape."""
+    """The plan for these shapes; where a filled store lacks it and nothing can build it, another of this kind that is
+    there. A store filled for a whole call has none for a device's part of it: fewer heads choose another, or one that
+    no longer share keys."""
     from jax_fa4.ffi import call
 
     plan = kernels.select(problem, arch)
     what = call.missing(plan)
     if what is None:
         return plan
-    other = kernels.select(problem, arch, any_shape=True)
-    if other != plan and call.missing(other) is None:
-        warn_once(
-            f"jax_fa4: a slower kernel runs the {problem.direction} pass of shapes for which the store holds none:"
-            f" {problem.t} queries, {problem.s} keys, {problem.n} and {problem.k} heads, batch {problem.b}; precompile"
-            " this problem too"
-        )
-        return other
+    kind = sorted(kernels.of_every_shape(problem, arch)[1:], key=lambda one: -one.t)  # the one for few queries last
+    others = [kernels.select(problem, arch, any_shape=True), *(kernels.select(one, arch) for one in kind)]
+    for other in dict.fromkeys(others):
+        if other != plan and call.missing(other) is None:
+            warn_once(
+                f"jax_fa4: a slower kernel runs the {problem.direction} pass of shapes for which the store holds none:"
+                f" {problem.t} queries, {problem.s} keys, {problem.n} and {problem.k} heads, batch {problem.b};"
+                " precompile this problem too"
+            )
+            return other
     raise Unsupported(what)
 
 

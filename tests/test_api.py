@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -92,6 +93,52 @@ def test_a_store_without_the_fastest_kernel_still_serves(monkeypatch: Any) -> No
     held.clear()
     with pytest.raises(jax_fa4.Unsupported, match="no compiler"):
         primitives.choose(problem, primitives.How(problem.spec, ("fa4",)), "sm_90a")
+
+
+# Causal, (batch, length, query heads, key heads) of a traced call, and of a device's part of it.
+PARTS = {
+    "heads that no longer share keys": ((8, 4096, 8, 4), (8, 4096, 1, 1), "bwd"),
+    "and of one key head": ((8, 2048, 8, 1), (8, 2048, 1, 1), "bwd"),
+    "few tiles": ((64, 1024, 16, 16), (8, 1024, 2, 2), "fwd"),
+    "few tiles, longer": ((8, 2048, 32, 8), (1, 2048, 8, 2), "fwd"),
+}
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_store_filled_for_a_call_serves_a_device_s_part_of_it(name: str, depth: int, monkeypatch: Any) -> None:
+    """Fewer heads choose another plan, and so may another be the one for any shape; the store has neither."""
+    from jax_fa4 import kernels
+    from jax_fa4.ffi import call
+
+    whole, part, direction = PARTS[name]
+    problems = [
+        Problem(AttentionSpec(band=True), b, s, s, n, k, depth, depth, direction=direction)
+        for b, s, n, k in (whole, part)
+    ]
+    there, wanted = (kernels.select(one, "sm_90a") for one in problems)
+    assert there not in (wanted, kernels.select(problems[1], "sm_90a", any_shape=True))
+    monkeypatch.setattr(call, "missing", lambda plan: None if plan == there else "no compiler")
+    primitives.warn_once.cache_clear()
+    how = primitives.How(problems[1].spec, ("fa4",))
+    with pytest.warns(RuntimeWarning, match=f"slower kernel runs the {direction} pass"):
+        assert primitives.choose(problems[1], how, "sm_90a") == there
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_store_without_this_kind_serves_nothing(arch: str, monkeypatch: Any) -> None:
+    """Another depth, dtype, mask or direction is another kind: no kernel of it may run."""
+    from jax_fa4 import kernels
+    from jax_fa4.ffi import call
+
+    problem = Problem(AttentionSpec(band=True), 2, 4096, 4096, 8, 2, 128, 128)
+    kinds = [replace(problem, d=64, v=64), replace(problem, dtype="float16"), problem.backward()]
+    kinds += [replace(problem, spec=AttentionSpec(**{name: True})) for name in ("lengths", "sinks", "soft_cap")]
+    kinds += [replace(problem, spec=AttentionSpec(band=True, segments=True))]
+    held = {kernels.select(one, arch) for kind in kinds for one in kernels.of_every_shape(kind, arch)}
+    monkeypatch.setattr(call, "missing", lambda plan: None if plan in held else "no compiler")
+    with pytest.raises(jax_fa4.Unsupported, match="no compiler"):
+        primitives.choose(problem, primitives.How(problem.spec, ("fa4",)), arch)
 
 
 def test_configuration_is_part_of_the_cache_key() -> None:

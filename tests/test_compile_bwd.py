@@ -216,6 +216,21 @@ def test_heads_that_share_keys_visit_each_query_tile_one_after_the_other(case, t
     assert plan.alternates and group > 1 and set(ways) == {0, 1}
 
 
+SHARED = [
+    Case("shared_7", b=3, t=70, s=70, n=7, k=1, causal=True, bottom_right=True, q_lens=(70, 0, 9), kv_lens=(3, 70, 70)),
+    Case("shared_5", b=1, t=70, s=90, n=5, k=1, d=128, causal=True, bottom_right=True),
+    Case("more_queries", b=1, t=150, s=70, n=6, k=2, d=128, causal=True, bottom_right=True),
+    Case("window_of_all", b=1, t=70, s=140, n=2, k=1, window=(140, 3), kv_lens=(130,)),
+    Case("window_of_all_but_one", b=1, t=150, s=140, n=2, k=1, d=128, window=(139, None)),
+    Case("not_shared", b=1, t=150, s=140, n=2, k=2, causal=True),  # a store may hold the form for those that do alone
+]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_any_number_of_heads_shares_keys_with_more_ctas_than_tiles(case):
+    passes(case, seed=1, workers=5, alternates=True)
+
+
 IN_STEP = {"turns": False, "held": True, "workers": 0, "late": False, "kept": 0}
 # 12 bytes spill since warps wait for one another: no plan that `choose` takes is of this form.
 FINISHES = {"spill_allowance": 16, "workers": 2, "finishes": True, "parts": 1}

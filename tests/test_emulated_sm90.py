@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from compare import Result, check
+from compare import Result, check, oracle
 from emulator import Uninitialised, run
 from launch import launches, to_emulator
 from problems import BY_NAME, DTYPES, Case, inputs
@@ -249,6 +249,61 @@ def test_one_row_alone_whose_peak_rises_beyond_the_slack(row):
 
     one = {"rows": 64, "groups": 1, "registers": (24, 240), "overlap": True, "halfway": True, "slack": 8.0}
     passes(Case("rises", b=1, t=64, s=256, n=1, k=1), fill=fill, **one)
+
+
+STEPS = (0.0, 2.6, 4.01, 7.9, 8.0, 8.1, 16.0, -1.0, -8.5)  # of a row's peak from a tile to the next, in powers of two
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_peaks_that_climb_by_less_than_the_slack_and_by_more(groups, dtype):
+    """Five tiles of keys. A peak is compared with the one that is kept, not the tile's before: a weight is at most
+    2^8, which float16 holds, also of large values."""
+
+    def fill(inp):
+        inp.query[:] = inp.key[:] = 0.0
+        climb = (np.resize(STEPS, 150) * 8 / np.log2(np.e)).astype(DTYPES[dtype])  # the scale is 1/8
+        inp.query[:, :, :, 0] = climb[:, None]
+        tile = 4 - np.arange(160) // 32  # keys are visited from the last to the first
+        inp.key[:, :, 0, 0] = np.where(np.arange(160) % 32 == 11, tile, -3 * (np.arange(160) % 2) + tile - 1)
+        if dtype == "float16":
+            inp.value[:, :, :, ::2] = np.where(np.arange(160) % 3, 512.0, -512.0)[:, None, None]
+
+    how = {"rows": 64 * groups, "groups": groups, "registers": (24, 240) if groups == 1 else (32, 160), "keys": 32}
+    case = Case("climbs", b=1, t=150, s=160, n=1, k=1)
+    inp, got, report = forward(case, dtype, fill=fill, halfway=True, own=groups > 1, slack=8.0, **how)
+    report.check()
+    check(got, case, inp, dtype)
+    np.testing.assert_allclose(got.lse, oracle(case, inp)[0].lse, rtol=5e-7, atol=5e-7)
+
+
+HIDDEN_FIRST = [
+    Case("causal", b=3, t=70, s=70, n=1, k=1, causal=True, q_lens=(70, 70, 0), kv_lens=(0, 1, 70), spread=3.0),
+    Case("both", b=2, t=100, s=140, n=1, k=1, window=(20, 5), q_lens=(100, 60), kv_lens=(140, 70), spread=3.0),
+    Case("bottom", b=2, t=140, s=100, n=1, k=1, window=(33, 0), bottom_right=True, kv_lens=(1, 100), spread=3.0),
+]
+
+
+@pytest.mark.parametrize("case", HIDDEN_FIRST, ids=lambda case: case.name)
+def test_rows_of_which_a_slack_s_first_tiles_are_hidden(case):
+    """Tiles of 32 keys: some rows of a warp see none of the first ones, others none of the last."""
+    passes(case, "float16", seed=1, rows=64, groups=1, registers=(24, 240), keys=32, halfway=True, slack=8.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_query_that_is_no_number_leaves_those_beside_it_alone(bad):
+    """It moves in each step, and its warp with it: all other rows by 1."""
+
+    def fill(inp):
+        inp.query[:, 13, :, 3] = inp.query[:, 40, :, 0] = bad
+
+    how = {"rows": 64, "groups": 1, "registers": (24, 240), "keys": 32, "halfway": True, "slack": 8.0}
+    case = Case("beside", b=1, t=64, s=130, n=1, k=1, causal=True, spread=3.0)
+    (_, whole, _), (_, got, _) = (forward(case, "float16", **how, **more) for more in ({}, {"fill": fill}))
+    others = np.delete(np.arange(64), (13, 40))
+    assert np.isnan(got.out[0, [13, 40]]).all() and np.isnan(got.lse[0, 0, [13, 40]]).all()
+    np.testing.assert_array_equal(got.out[0, others], whole.out[0, others])
+    np.testing.assert_array_equal(got.lse[0, 0, others], whole.lse[0, 0, others])
 
 
 TRIPS = [
