@@ -11,6 +11,7 @@ from typing import Any
 
 from launch import Launch
 
+from verifier.apart import verify
 from verifier.describe import binding, kernel_input, normal
 
 VERSION = "0.1.1"
@@ -59,8 +60,6 @@ class Reference:
 
 def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | None = None, timeout: int = 900):
     """Runs the verifier on one launch. The verdict holds for the arm that was chosen."""
-    from sentryward import verify
-
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         (at / "k.ptx").write_text(normal(launch.ptx))
@@ -70,9 +69,8 @@ def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | 
             bound = binding(launch, list(reference.inputs), list(reference.outputs), reference.constants)
             (at / "k.bind.json").write_text(json.dumps(bound))
             more = {"reference": str(reference.path), "reference_binding": str(at / "k.bind.json")}
-        r = verify(
-            str(at / "k.ptx"), input=str(at / "k.json"), timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB, **more
-        )
+        words = {"ptx": str(at / "k.ptx"), "input": str(at / "k.json"), **more}
+        r = verify(at, **words, timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB)
     return verdict_of(r)
 
 
