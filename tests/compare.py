@@ -50,11 +50,12 @@ def visibility(case: Case, inp: Inputs) -> Array:
 
 
 def attend(
-    case: Case, inp: Inputs, see: Array, acc: type, cut: Callable[[Array], Array], xp: Any = np
-) -> tuple[Result, Result]:
+    case: Case, inp: Inputs, see: Array, acc: type, cut: Callable[[Array], Array], xp: Any = np,
+    stored: Callable[[Array], Array] | None = None,
+) -> tuple[Result, Result]:  # fmt: skip
     """(result, the same sums over absolute values). Arithmetic in `acc`; `cut` rounds what an unfused computation in
     the inputs' dtype would keep in that dtype: probabilities, their cotangent, the scores' cotangent, results. `xp` is
-    numpy or jax.numpy; with the latter arrays, scale and cap may be traced."""
+    numpy or jax.numpy; with the latter arrays, scale and cap may be traced. `stored` rounds `out` for delta."""
     group, scale = case.n // case.k, xp.asarray(case.scale_value, acc)
     cap = None if case.soft_cap is None else xp.asarray(case.soft_cap, acc)
     q, k, v, do = (x.astype(acc).swapaxes(1, 2) for x in (inp.query, inp.key, inp.value, inp.dout))  # [b, n, ., .]
@@ -77,7 +78,7 @@ def attend(
     pc = cut(p)
     out = pc @ v
     dp = cut(do @ v.swapaxes(2, 3))
-    delta = (p * dp).sum(axis=3) - dlse
+    delta = ((p * dp).sum(axis=3) if stored is None else (do * stored(out)).sum(axis=3)) - dlse
     slope = 1 - bent**2
     dx = cut(p * (dp - delta[..., None]) * slope)
     sizes = p * (xp.abs(do) @ xp.abs(v).swapaxes(2, 3) + (p * xp.abs(dp)).sum(axis=3, keepdims=True))
@@ -118,15 +119,18 @@ def _eps(dtype: str) -> float:
     return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
 
 
-def excess(name: str, got: Array, exact: Array, plain: Array, size: Array, dtype: str) -> str | None:
+def excess(
+    name: str, got: Array, exact: Array, plain: Array, size: Array, dtype: str, true: Array | None = None
+) -> str | None:
     """What is wrong with `got`, in words with numbers, or None. The rule is applied to the largest and to the root mean
-    square error."""
+    square error. `true`: what `plain` is compared with, if that is another one."""
     got = np.asarray(got).astype(np.float64)
     if got.shape != exact.shape:
         return f"{name}: shape {got.shape}, not {exact.shape}"
     odd = ~np.isfinite(exact)
     if not np.array_equal(got[odd], exact[odd]):
         return f"{name}: {got[odd].ravel()[:4]} where {exact[odd].ravel()[:4]} is exact"
+    true = (exact if true is None else true)[~odd]
     got, exact, plain = got[~odd], exact[~odd], plain.astype(np.float64)[~odd]
     if got.size == 0:
         return None
@@ -137,20 +141,34 @@ def excess(name: str, got: Array, exact: Array, plain: Array, size: Array, dtype
     big = max(np.abs(size[np.isfinite(size)]).max(initial=0), 1.0 if name == "lse" else 0.0)
     floor = _eps(own) / 2 * np.abs(exact).max() + 16 * _eps(acc) * big
     for kind, measure in (("largest", lambda x: np.abs(x).max()), ("rms", lambda x: np.sqrt(np.mean(x * x)))):
-        error, allowed = measure(got - exact), 2 * measure(plain - exact) + floor
+        error, allowed = measure(got - exact), 2 * measure(plain - true) + floor
         if not error <= allowed:
             return f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} = 2 x unfused + floor {floor:.3g}"
     return None
 
 
-def check(got: Result, case: Case, inp: Inputs, dtype: str) -> None:
-    """Fails, naming every tensor that breaks the error rule. Fields of `got` that are None are not looked at."""
+def of_stored_out(case: Case, inp: Inputs, dtype: str) -> Result:
+    """Exact but for delta, a sum over `out` as the forward stores it: all that a fused backward can know."""
+
+    def stored(out: Array) -> Array:
+        return out.astype(DTYPES[dtype]).astype(np.float64)
+
+    return attend(case, inp, visibility(case, inp), np.float64, lambda x: x, stored=stored)[0]
+
+
+def check(got: Result, case: Case, inp: Inputs, dtype: str, from_stored: bool = False) -> None:
+    """Fails, naming every tensor that breaks the error rule. Fields of `got` that are None are not looked at.
+
+    from_stored: compare with what the stored `out` determines, by the same rule. Where channels have a common mean, what
+    the rounding of `out` takes is left in dQ times the keys' mean.
+    """
     exact, size = oracle(case, inp)
     plain = unfused(case, inp, dtype)
-    found = [
-        excess(name, value, getattr(exact, name), getattr(plain, name), getattr(size, name), dtype)
-        for name, value in got._asdict().items()
-        if value is not None
-    ]
+    given = of_stored_out(case, inp, dtype) if from_stored else exact
+    found = []
+    for name, value in got._asdict().items():
+        if value is not None:
+            spare = (getattr(r, name) for r in (given, plain, size))
+            found.append(excess(name, value, *spare, dtype, getattr(exact, name)))
     wrong = [x for x in found if x]
     assert not wrong, f"{case.name} in {dtype}: " + "; ".join(wrong)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from micro import add, build, copy, gemm, power
 from verifier import run
@@ -36,6 +37,15 @@ def test_an_unsafe_mutant_is_caught(name):
     verdict = run.judge(build.launched(micro, GEMM_UNSAFE[name](build.ptx(micro))), timeout=60)
     assert not verdict.safe, verdict
     assert verdict.result not in ("None", "timeout", "invalid_input"), verdict
+
+
+@equality
+def test_memory_of_this_process_does_not_count(monkeypatch):
+    """A worker that has run kernels in the emulator for an hour holds gigabytes; a proof has a budget of its own."""
+    held = np.ones(2400 << 17)  # 2.4 GB
+    monkeypatch.setattr(run, "MEMORY_MIB", 2000)
+    verdict = run.judge(build.launched(gemm.micro(1)), reference=REFERENCE)
+    assert verdict.equal and held[-1] == 1, verdict
 
 
 @equality
