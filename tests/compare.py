@@ -159,8 +159,8 @@ def of_stored_out(case: Case, inp: Inputs, dtype: str) -> Result:
 def check(got: Result, case: Case, inp: Inputs, dtype: str, from_stored: bool = False) -> None:
     """Fails, naming every tensor that breaks the error rule. Fields of `got` that are None are not looked at.
 
-    from_stored: compare with what the stored `out` determines, by the same rule. Where channels have a common mean, what
-    the rounding of `out` takes is left in dQ times the keys' mean.
+    from_stored: compare with what the stored `out` determines, by the same rule. Where channels have a common mean,
+    what the rounding of `out` takes is left in dQ times the keys' mean.
     """
     exact, size = oracle(case, inp)
     plain = unfused(case, inp, dtype)

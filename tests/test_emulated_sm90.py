@@ -277,6 +277,22 @@ def test_peaks_that_climb_by_less_than_the_slack_and_by_more(groups, dtype):
     np.testing.assert_allclose(got.lse, oracle(case, inp)[0].lse, rtol=5e-7, atol=5e-7)
 
 
+def test_a_tile_s_weights_are_added_up_before_they_meet_the_total():
+    """2048 keys of one weight, exp(-1/2): added to the total one by one, half of the rows' log-sum-exp was off by
+    5e-6, and by 4e-3 at a million keys."""
+
+    def fill(inp):
+        inp.query[:], inp.key[:] = 0.0, 0.0
+        inp.query[..., 0], inp.key[..., 0] = 1.0, -4.0
+        inp.key[:, -1, :, 0] = 0.0  # the peak, in the first tile
+
+    case = Case("one weight", b=1, t=64, s=2048, n=1, k=1)
+    one = {"rows": 64, "groups": 1, "registers": (24, 240), "halfway": True, "slack": 8.0}
+    inp, got, report = forward(case, "bfloat16", fill=fill, **one)
+    report.check()
+    np.testing.assert_allclose(got.lse, oracle(case, inp)[0].lse, rtol=0, atol=1.5e-6)
+
+
 HIDDEN_FIRST = [
     Case("causal", b=3, t=70, s=70, n=1, k=1, causal=True, q_lens=(70, 70, 0), kv_lens=(0, 1, 70), spread=3.0),
     Case("both", b=2, t=100, s=140, n=1, k=1, window=(20, 5), q_lens=(100, 60), kv_lens=(140, 70), spread=3.0),

@@ -129,6 +129,20 @@ CASES = {
         "  setp.ne.b32 %p2, %r217, 0;\n  mov.b32 %r40, 0;\n",
     ),
     "wgmma without its fence": Case("wgmma", "wgmma_divergent", "  wgmma.fence.sync.aligned;\n", ""),
+    "a wait that one warp of the warpgroup executes": Case(
+        "wgmma",
+        "wgmma_divergent",
+        "  wgmma.wait_group.sync.aligned 0;\n",
+        "  setp.gt.u32 %p9, %r1, 31;\n  @%p9 bra PAST;\n  wgmma.wait_group.sync.aligned 0;\n"
+        "PAST:\n  wgmma.wait_group.sync.aligned 0;\n",
+    ),
+    "a wait that one warp executes last": Case(
+        "wgmma",
+        "wgmma_divergent",
+        "  wgmma.wait_group.sync.aligned 0;\n",
+        "  wgmma.wait_group.sync.aligned 0;\n  setp.gt.u32 %p9, %r1, 31;\n  @%p9 bra PAST;\n"
+        "  wgmma.wait_group.sync.aligned 0;\nPAST:\n",
+    ),
     "wgmma result read before the wait": Case("wgmma", "unfinished", "  wgmma.wait_group.sync.aligned 0;\n", ""),
 }
 

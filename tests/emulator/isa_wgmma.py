@@ -40,6 +40,25 @@ class Warpgroup:
         self.groups = [[] for _ in range(GROUP_WARPS)]  # per warp: operations issued at each commit
         self.accumulators = {}
         self.fenced = [False] * GROUP_WARPS
+        self.trail = []  # lines of the wgmma instructions that some warp has executed and not every one
+        self.left = 0  # so many before them
+        self.at = [0] * GROUP_WARPS  # per warp: so many executed
+
+    def together(self, warp, ins, report):
+        """All `.sync.aligned`: the warps of a group execute the same ones, so none stands where only some come."""
+        place = self.at[warp] - self.left
+        self.at[warp] += 1
+        if place == len(self.trail):
+            self.trail.append(ins.line)
+        elif self.trail[place] != ins.line:
+            report(
+                "wgmma_divergent",
+                f"warp {warp} is at line {ins.line}, another of its warpgroup was at {self.trail[place]}",
+            )
+            self.trail[place] = ins.line
+        while self.trail and min(self.at) > self.left:
+            self.trail.pop(0)
+            self.left += 1
 
 
 class Pending:
@@ -96,6 +115,7 @@ def fence(program, ins):
         converged(w, ins)
         wg, first = group_of(w)
         warp = w.warp - first
+        wg.together(warp, ins, w.reporter(ins))
         if committing:
             wg.groups[warp].append(wg.next[warp])
         else:
@@ -122,6 +142,7 @@ def wait(program, ins):
                 w.machine.order.learn(w, wg.operations[goal - 1].event)
             w.wait = None
             wg.fenced[w.warp - first] = False  # the accumulators are the threads' again
+            wg.together(w.warp - first, ins, w.reporter(ins))
             return True
         w.wait = (
             lambda: wg.done >= goal,
@@ -200,6 +221,7 @@ class Mma:
             line = self.written.line
             report("wgmma_divergent", f"line {line} writes a register of this wgmma after the last wgmma.fence")
         warp = w.warp - first
+        wg.together(warp, ins, report)
         if not wg.fenced[warp]:
             report("wgmma_divergent", "wgmma without a wgmma.fence before it or since the last wait")
             wg.fenced[warp] = True

@@ -245,6 +245,10 @@ class Machine:
         for wg in cta.wgmma.values():
             if any(n != len(wg.operations) for n in wg.next):
                 report("wgmma_divergent", f"warps of a warpgroup issued {wg.next} wgmma")
+            elif wg.trail:
+                report(
+                    "wgmma_divergent", f"only some warps came to line {wg.trail[0]}; they executed {wg.at} of its kind"
+                )
             waited = wg.done == len(wg.operations)
             if not waited:
                 report("unfinished", f"{len(wg.operations) - wg.done} wgmma in flight at exit")

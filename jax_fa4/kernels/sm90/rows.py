@@ -65,13 +65,9 @@ def row_scale(top, scale):
     return fine if cute.arch.fmax(top * fine, -(top * fine)) < STEEP else coarse
 
 
-def folded(line, op, chains, before=None):
-    """op over a row's values, as `chains` independent chains: one alone waits for each result before the next.
-
-    before: a value that the first chain begins with.
-    """
+def folded(line, op, chains):
+    """op over a row's values, as `chains` independent chains: one alone waits for each result before the next."""
     parts = [line[c] for c in range(chains)]
-    parts[0] = parts[0] if before is None else op(before, parts[0])
     for c in range(chains, cute.size(line)):
         parts[c % chains] = op(parts[c % chains], line[c])
     while len(parts) > 1:

@@ -163,8 +163,9 @@ def hold(ctx, at):
 @cute.jit
 def weigh_lazily(ctx, h, at):
     """`weigh_halfway` with a slack: O and the sums are shrunk, and their factors computed, in a branch that few steps
-    take: 32 multiplications and two MUFU operations of 430 instructions less at depth 64. The branch also keeps the
-    wait for P V behind what ptxas leaves before it, as `hold` does elsewhere."""
+    take: 32 multiplications and two MUFU operations of 430 instructions less at depth 64.
+
+    The wait for P V stands before the branch, which is a warp's own: PTX wants the whole warpgroup at it."""
     plan, view = ctx.plan, by_row(h.scores)
     older = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
@@ -172,17 +173,17 @@ def weigh_lazily(ctx, h, at):
     moved = cute.arch.vote_any_sync((older[0] != 0.0) | (older[1] != 0.0))
     exponentiate(view[0, None], plan)
     first = folded(view[0, None], operator.add, plan.chains)
+    hold(ctx, at)
+    warpgroup.wait_group(0)
     if moved:
-        warpgroup.wait_group(0)
         for r in cutlass.range_constexpr(2):
             older[r] = cute.math.exp2(older[r], fastmath=True)
             h.total[r] = h.total[r] * older[r]
         scale_rows(h.out, older)
-    warpgroup.wait_group(0)
     arrive(ctx.empty["v"], at)
     exponentiate(view[1, None], plan)
     h.total[0] = h.total[0] + first
-    h.total[1] = folded(view[1, None], operator.add, plan.chains, h.total[1])
+    h.total[1] = h.total[1] + folded(view[1, None], operator.add, plan.chains)
     wgmma.narrow_to(h.narrow, h.scores)
 
 
