@@ -28,7 +28,7 @@ REASONS = (
      "not seen: frees Q's place after a tile without keys, here the CTA's last tile, so that nobody waits for it"),
     ("Hopper backward", "bulk wait removed", r"wait_group\s+0",
      "equal: all that was copied has been read, which the thread has waited for; writes end when the launch does"),
-    ("Hopper forward, D 64", "wait removed", r"%r1103",
+    ("Hopper forward, D 64", "wait removed", r"\[%r864\], %r1115",
      "equal: waits a second time for the same phase of V, so that the exponentials before it are not moved behind it"),
     ("Hopper forward, D 64", "constant doubled", r"setp\.lt\.f32\s+%p\d+, %r\d+, 0f4B800000",
      "not seen: rows whose largest score, scaled, lies between 2^24 and 2^25"),
