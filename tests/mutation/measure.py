@@ -150,7 +150,7 @@ def page(fates: list, made: dict) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in made["versions"].items())
     lines = ["# Measured: faults planted in compiled kernels", "",
              f"{made['date']}, {made['device']}; {versions}. `python tests/mutation/measure.py --each "
-             f"{made['each'][0]} {made['each'][1]} --write`.", ""]  # fmt: skip
+             f"{made['each'][0]} {made['each'][1]} --write`{made.get('note', '')}.", ""]  # fmt: skip
     groups = {"asynchronous code": [f for f in fates if f.kind not in ARITHMETIC],
               "control flow and arithmetic": [f for f in fates if f.kind in ARITHMETIC], "all": fates}  # fmt: skip
     lines += [f"* {name}: {rate(group)}" for name, group in groups.items()]

@@ -32,6 +32,8 @@ CAUSAL = (
     Case("causal", b=1, t=140, s=760, n=2, k=1, d=128, causal=True, bottom_right=True, q_lens=(130,), kv_lens=(750,)),
     Case("causal", b=1, t=370, s=370, n=1, k=1, d=128, causal=True, spread=3.0),
 )
+# A window too: its last steps are masked on the other side, in a loop of their own.
+BAND = (CAUSAL[0], Case("window", b=1, t=370, s=700, n=1, k=1, d=128, window=(383, 0), bottom_right=True, spread=1.5))
 # Two CTAs take 512 queries.
 PAIRED = (
     Case("pair", b=1, t=400, s=400, n=1, k=1, d=128, q_lens=(390,), kv_lens=(380,)),
@@ -44,16 +46,20 @@ WIDE = (
 # Few queries: heads that share keys fill a tile and half of the next, and CTAs share the keys.
 FEW = (
     Case("few", b=1, t=25, s=1100, n=8, k=1, d=128, kv_lens=(1090,)),
-    Case("few", b=2, t=24, s=700, n=8, k=1, d=128, kv_lens=(690, 300), spread=3.0),
+    Case("few", b=2, t=24, s=700, n=8, k=1, d=128, kv_lens=(690, 370), spread=3.0),
 )
 # Several query tiles for one CTA of a persistent grid; one example without keys, and others behind it.
 MANY = (
     Case("many", b=1, t=400, s=260, n=2, k=1, d=64, q_lens=(390,), kv_lens=(250,)),
-    Case("many", b=2, t=300, s=400, n=1, k=1, d=64, q_lens=(290, 300), kv_lens=(0, 380), spread=3.0),
+    Case("many", b=2, t=300, s=400, n=1, k=1, d=64, q_lens=(290, 300), kv_lens=(0, 300), spread=3.0),
 )
 GRADIENT = (
     Case("gradient", b=1, t=200, s=200, n=1, k=1, d=64, q_lens=(150,), kv_lens=(190,)),
-    Case("gradient", b=1, t=390, s=128, n=1, k=1, d=64, q_lens=(390,), kv_lens=(128,)),
+    Case("gradient", b=2, t=390, s=128, n=1, k=1, d=64, q_lens=(390, 100), kv_lens=(128, 128)),
+)
+GRADIENT_PAIR = (
+    Case("gradient", b=1, t=200, s=300, n=1, k=1, d=128, q_lens=(150,), kv_lens=(290,)),
+    Case("gradient", b=1, t=390, s=300, n=1, k=1, d=128, q_lens=(390,), kv_lens=(290,)),
 )
 # The last step of a sweep is a product of its own: its tile is nearly full, or most of the product would be of zeros.
 GRADIENT_DEEP = (
@@ -68,7 +74,7 @@ GRADIENT_MANY = (
 )
 GRADIENT_CAUSAL = (
     Case("gradient causal", b=1, t=160, s=200, n=2, k=1, d=128, causal=True, kv_lens=(150,)),
-    Case("gradient causal", b=1, t=300, s=150, n=1, k=1, d=128, causal=True, bottom_right=True, kv_lens=(150,)),
+    Case("gradient causal", b=1, t=300, s=150, n=1, k=1, d=128, causal=True, bottom_right=True, q_lens=(290,)),
 )
 SIZES = ("b", "t", "s", "n", "k")
 
@@ -206,12 +212,12 @@ def kernels() -> Iterator[tuple[str, Callable[[str], Subject]]]:
     for kind, both, form in (
         ("D 64, ragged", GRADIENT, blackwell_bwd),
         ("D 128, causal", GRADIENT_CAUSAL, blackwell_bwd),
-        ("D 128, pair", at_depth(GRADIENT, 128, s=300, kv_lens=(290,)), bwd_pair),
+        ("D 128, pair", GRADIENT_PAIR, bwd_pair),
         ("D 256, wide", GRADIENT_DEEP, bwd_wide),
     ):
         yield f"Blackwell backward, {kind}", partial(blackwell_backward, both, form)
     yield "Hopper forward, D 64, ragged", partial(hopper_forward, MANY)
-    yield "Hopper forward, D 128, causal", partial(hopper_forward, CAUSAL)
+    yield "Hopper forward, D 128, causal", partial(hopper_forward, BAND)
     yield "Hopper backward, D 64, ragged", partial(hopper_backward, GRADIENT_MANY)
 
 
