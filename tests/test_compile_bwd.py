@@ -55,9 +55,12 @@ def operands(plan, case, inp):
     return made | {"q_segments": inp.q_segments, "kv_segments": inp.kv_segments}
 
 
-def backward(plan, case, seed=0, edit=lambda ptx: ptx, **how):
-    """(inputs, Result with dq, dk, dv, buffers after the call); every launch must end without a finding."""
-    inp = inputs(case, plan.dtype)
+def backward(plan, case, seed=0, edit=lambda ptx: ptx, fill=lambda inp: inp, reports=None, **how):
+    """(inputs, Result with dq, dk, dv, buffers after the call); every launch must end without a finding.
+
+    fill: what to make of the inputs. reports: a list that gets those of the emulator.
+    """
+    inp = fill(inputs(case, plan.dtype))
     given = operands(plan, case, inp)
     memory = {b.name: given[b.name] for b in plan.inputs}
     shapes = {"B": case.b, "T": case.t, "S": case.s, "N": case.n, "K": case.k}
@@ -68,6 +71,8 @@ def backward(plan, case, seed=0, edit=lambda ptx: ptx, **how):
     for launch in launches(plan, bind, shapes, edit(built(plan).ptx)):
         report = run(launch.ptx, to_emulator(launch), memory, seed=seed, **how).check()
         memory |= {b.name: report.outputs[b.name] for b in plan.outputs}
+        if reports is not None:
+            reports.append(report)
     got = {}
     for name in ("dq", "dk", "dv"):
         got[name] = (memory[name].view(DTYPES[plan.dtype]) if half == np.uint16 else memory[name]).astype(np.float64)

@@ -52,6 +52,7 @@ OURS = {
     "Hopper forward": ("sm_90a", "fwd", 64, {}),
     "Hopper backward": ("sm_90a", "bwd", 128, {}),
     "Hopper backward in order": ("sm_90a", "bwd", 128, {"deterministic": True}),
+    "Hopper backward in order among segments": ("sm_90a", "bwd", 128, {"deterministic": True, "segments": True}),
     "Blackwell forward": ("sm_100a", "fwd", 128, {"band": True}),
     "Blackwell backward in order": ("sm_100a", "bwd", 64, {"deterministic": True}),
 }

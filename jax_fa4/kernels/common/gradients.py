@@ -6,6 +6,8 @@ from typing import Any
 
 from jax_fa4.ffi.buffers import FLOATS_BUFFER, INTS, Buffer
 
+SEGMENTS = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
+
 
 def backward_inputs(plan: Any) -> tuple[Buffer, ...]:
     """q, k, v, out, dout, lse, dlse and the run-time values; segment ids where the plan has them."""
@@ -22,8 +24,7 @@ def backward_inputs(plan: Any) -> tuple[Buffer, ...]:
         INTS,
         FLOATS_BUFFER,
     )
-    ids = (Buffer("q_segments", "int32", ("B", "T")), Buffer("kv_segments", "int32", ("B", "S")))
-    return base + ids * plan.segments
+    return base + SEGMENTS * plan.segments
 
 
 def gradients(plan: Any) -> tuple[Buffer, ...]:

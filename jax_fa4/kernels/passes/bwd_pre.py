@@ -1,13 +1,15 @@
-"""The backward preprocess: per query delta and the LSE in base 2, and the dQ workspace zeroed. Plain SIMT, any arch."""
+"""The backward preprocess: per query delta and the LSE in base 2, the dQ workspace zeroed. Plain SIMT, any arch."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
 from jax_fa4.kernels.common.parts import labelled
-from jax_fa4.kernels.common.tiles import key_tiles, up, work_item
+from jax_fa4.kernels.common.segments import narrowed
+from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up, work_item
 from jax_fa4.kernels.passes.plan import ahead, bind, in_fragments
 from jax_fa4.mask import Band
 
@@ -42,14 +44,19 @@ def clear(work, thread, plan: cutlass.Constexpr):
             cute.autovec_copy(zero, cute.make_tensor((work + at).align(16), cute.make_layout(4)))
 
 
+def band_of(ints, batch, queries, keys):
+    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
+    at = VALUES.example(batch)
+    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
+    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
+    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+
+
 @cute.jit
 def clear_unseen(dq, place, ints, sizes, plan: cutlass.Constexpr):
     """Zeroes dQ of a query tile that sees no key tile. place: (tile, head, batch); sizes: (queries, heads, keys)."""
     (tile, head, batch), (queries, heads, keys) = place, sizes
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    band = Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
+    band = band_of(ints, batch, queries, keys)
     first, last = key_tiles(tile, (plan.rows, plan.unseen), band, plan.band, cutlass.min, cutlass.max)
     if last <= first:
         zero = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
@@ -78,6 +85,27 @@ def clear_first(work, cleared, place, sizes, plan: cutlass.Constexpr):
         cleared[line] = key_tiles if mine else Int32(0)
 
 
+@cute.jit
+def lay_ranges(ranges, place, ints, sizes, ids, plan: cutlass.Constexpr):
+    """[first, last) of the query tiles that each key tile of an example visits, the key tiles shared out over its CTAs.
+
+    place: (tile, head, batch); sizes: (queries, heads, keys, tiles); ids: pointers to those of queries and of keys.
+    """
+    (tile, head, batch), (queries, heads, keys, tiles) = place, sizes
+    space = SmemAllocator().allocate_array(Int32, plan.threads // 8)
+    band, size = band_of(ints, batch, queries, keys), (plan.rows, plan.ranges)
+    ids = (ids[0] + batch.to(Int64) * queries, ids[1] + batch.to(Int64) * keys)
+    key_tiles = up(keys, plan.ranges)
+    for n in cutlass.range(head * tiles + tile, key_tiles, heads * tiles, unroll=1):
+        first, last = query_tiles(n, size, band, plan.band, cutlass.min, cutlass.max)
+        trip = (Int32(first), Int32(last))
+        first, last = narrowed(n, trip, (band.q_len, band.kv_len), ids, space, (*size, plan.threads))
+        if cute.arch.thread_idx()[0] == 0:
+            to = ranges + 2 * (batch * key_tiles + n)
+            to[0] = Int32(first)
+            to[1] = Int32(last)
+
+
 @cute.kernel
 def bwd_pre(
     out: cute.Pointer,
@@ -85,11 +113,14 @@ def bwd_pre(
     lse: cute.Pointer,
     dlse: cute.Pointer,
     ints: cute.Pointer,
+    q_segments,
+    kv_segments,
     stats: cute.Pointer,
     work,
     turns,
     tickets,
     cleared,
+    ranges,
     dq,
     queries: Int32,
     heads: Int32,
@@ -128,6 +159,9 @@ def bwd_pre(
             tickets[0] = Int32(0)
     if const_expr(plan.unseen > 0):
         clear_unseen(dq, (tile, head, batch), ints, (queries, heads, keys), plan)
+    if const_expr(plan.ranges > 0):
+        ids = (q_segments, kv_segments)
+        lay_ranges(ranges, (tile, head, batch), ints, (queries, heads, keys, tiles), ids, plan)
     q_len = cutlass.min(ints[VALUES.example(batch) + VALUES.q_len], queries)
     to = stats + place * (2 * plan.rows)
     lane, first = thread % plan.lanes, thread // plan.lanes
@@ -149,10 +183,11 @@ def bwd_pre(
 def start(stream, plan, data, e, dependent=False):
     """Starts the kernel as one of a call's. data: pointers by buffer name; e: extents by symbol."""
     kernel = bind(plan, e, dependent)
-    pointers = [data[name] for name in ("out", "dout", "lse", "dlse", "ints", "stats")]
-    more = [data[name] if name in kernel.pointers else None for name in ("work", "turns", "tickets", "cleared", "dq")]
+    names = ("out", "dout", "lse", "dlse", "ints", "q_segments", "kv_segments", "stats", "work", "turns", "tickets")
+    names += ("cleared", "ranges", "dq")
+    pointers = [data[name] if name in kernel.pointers else None for name in names]
     sizes = [e[s] if s in kernel.extents else None for s in ("T", "N", "M", "S", "K", "C")]
-    labelled(bwd_pre, plan)(*pointers, *more, *sizes, plan).launch(
+    labelled(bwd_pre, plan)(*pointers, *sizes, plan).launch(
         grid=kernel.grid, block=(kernel.block, 1, 1), stream=stream, use_pdl=dependent
     )
 

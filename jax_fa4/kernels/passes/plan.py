@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from jax_fa4.ffi.buffers import INTS, Buffer, value_extents
+from jax_fa4.kernels.common.gradients import SEGMENTS
 from jax_fa4.kernels.common.parts import Kernel
 from jax_fa4.kernels.common.tiles import up
 
@@ -41,6 +42,7 @@ class BwdPre:
     band: bool = False  # as the main kernel's, for `unseen`
     fragments: bool = False  # the statistics of a tile lie in the order of `in_fragments`
     workers: int = 0  # where CTAs of the main kernel zero the workspace ahead of use: how many there are, see `ahead`
+    ranges: int = 0  # keys of a tile; also writes which query tiles each of these visits, by band and segments
     spill_allowance: int = 0
 
     launcher = "jax_fa4.kernels.passes.bwd_pre"
@@ -77,7 +79,7 @@ class BwdPre:
             Buffer("lse", "float32", line),
             Buffer("dlse", "float32", line),
             INTS,
-        )
+        ) + SEGMENTS * (self.ranges > 0)
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
@@ -91,11 +93,13 @@ class BwdPre:
         made += (Buffer("turns", "int32", counts, "scratch"),) * (self.turns > 0)
         made += (Buffer("tickets", "int32", (1,), "scratch"),) * self.tickets
         made += (Buffer("cleared", "int32", ("B", "K"), "scratch"),) * (self.workers > 0)
+        made += (Buffer("ranges", "int32", ("B", "L", 2), "scratch"),) * (self.ranges > 0)
         return made + (Buffer("dq", self.dtype, ("B", "T", "N", self.work_depth), "out"),) * (self.unseen > 0)
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T and N."""
+        """All symbols of one call, from B, T and N; with `ranges` also from S. L: key tiles."""
         more = {"C": 1} if self.copies else {}
+        more |= {"L": up(shapes["S"], self.ranges)} if self.ranges else {}
         return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.rows), **more}
 
 
@@ -111,5 +115,7 @@ def bind(plan: BwdPre, e: dict[str, Any], dependent: bool = False) -> Kernel:
     """The launch. Runs on ints and on the DSL's integers."""
     pointers = tuple(b.name for b in plan.inputs + plan.outputs)
     grid = (e["M"] * e["N"] * e["B"], 1, 1)
-    extents = ("T", "N", "M") + ("S",) * (plan.unseen > 0) + ("K",) * (plan.workers > 0) + ("C",) * plan.copies
-    return Kernel("bwd_pre", grid, plan.threads, dependent=dependent, pointers=pointers, extents=extents)
+    extents = ("T", "N", "M") + ("S",) * (plan.unseen > 0 or plan.ranges > 0)
+    extents += ("K",) * (plan.workers > 0) + ("C",) * plan.copies
+    smem = plan.threads // 2 * (plan.ranges > 0)
+    return Kernel("bwd_pre", grid, plan.threads, dependent=dependent, smem=smem, pointers=pointers, extents=extents)

@@ -41,6 +41,8 @@ class Context:
     turns: Any  # or None
     tickets: Any  # pointer to the counter of work taken, or None
     cleared: Any  # pointer to counts of the workspace's zeroed shares by key head, or None
+    ranges: Any  # pointer to the query tiles [first, last) that each key tile visits (of its example), or None
+    reach: Any  # shared pointer: see chain.reach, or None
     dq: Any  # pointer to dQ, or None where a postprocess writes it
     total: Any  # tiles of keys in all
     section: Any  # key heads whose tiles are mixed

@@ -24,7 +24,7 @@ from jax_fa4.kernels.sm90.bwd.finish import finish
 from jax_fa4.kernels.sm90.bwd.items import placed
 from jax_fa4.kernels.sm90.bwd.load import load_alone, load_items
 from jax_fa4.kernels.sm90.bwd.math import math
-from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, bind, section_of
+from jax_fa4.kernels.sm90.bwd.plan import DONE, DS_BUFFERS, REACH, bind, section_of
 from jax_fa4.kernels.sm90.bwd.reduce import reduce
 from jax_fa4.kernels.sm90.bwd.segments import narrow
 from jax_fa4.kernels.sm90.wgmma import swizzled
@@ -74,14 +74,18 @@ def ticket_of(tickets, memory, index, plan: cutlass.Constexpr):
 
 
 def among_segments(ctx, memory, q_segments, kv_segments):
-    """The context with its example's ids, and without query tiles that share none with the keys."""
+    """The context with its example's ids, and without query tiles that share none with the keys; see chain.py."""
     plan = ctx.plan
     q_segments, kv_segments = (
         q_segments + ctx.batch.to(Int64) * ctx.queries,
         kv_segments + ctx.batch.to(Int64) * ctx.keys,
     )
     first, last = ctx.first, ctx.last
-    if const_expr(not plan.ordered):  # ranks are counted by the band alone, so every tile of it takes its turn
+    if const_expr(plan.chained):
+        ranges = ctx.ranges + 2 * (ctx.batch * up(ctx.keys, plan.keys))
+        first, last = ranges[2 * ctx.tile], ranges[2 * ctx.tile + 1]
+        ctx = replace(ctx, ranges=ranges)
+    else:
         space = memory.allocate_array(Int32, plan.threads // 8)
         first, last = narrow(plan, ctx.tile, ctx.band, (first, last), (q_segments, kv_segments), space)
     return replace(ctx, first=first, last=last, segments=(q_segments, kv_segments))
@@ -127,6 +131,7 @@ def backward(
     turns,
     tickets,
     cleared,
+    ranges,
     dq,
     ints: cute.Pointer,
     floats: cute.Pointer,
@@ -204,6 +209,8 @@ def backward(
         turns=turns,
         tickets=tickets,
         cleared=cleared,
+        ranges=ranges,
+        reach=memory.allocate_array(Int32, REACH * plan.reducers) if const_expr(plan.chained) else None,
         dq=dq,
         total=key_tiles * kv_heads * batches,
         section=section_of(plan, tiles, key_tiles, heads // kv_heads, cutlass.max),
@@ -228,7 +235,8 @@ def launch(stream, plan, data, e):
     maps = []
     for d in main.descriptors:
         maps += tensor_map(d, data[d.tensor], cute.select(layout(plan, d.tensor, d.box[0], 1), [0, 1]))
-    names = ("stats", "work", "turns", "tickets", "cleared", "dq", "ints", "floats", "q_segments", "kv_segments")
+    names = ("stats", "work", "turns", "tickets", "cleared", "ranges", "dq", "ints", "floats")
+    names += ("q_segments", "kv_segments")
     pointers = [data[name] if name in main.pointers else None for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
     labelled(backward, plan)(*maps, *pointers, *[e[symbol] for symbol in main.extents], plan).launch(

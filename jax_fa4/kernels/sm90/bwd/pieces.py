@@ -7,15 +7,26 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.common.ring import arrive, step, wait
 from jax_fa4.kernels.common.tiles import key_tiles
+from jax_fa4.kernels.sm90.bwd.chain import before, give
 from jax_fa4.kernels.sm90.bwd.items import visit
 from jax_fa4.kernels.sm90.bwd.order import turn
 
 
 def rank_of(ctx, m):
-    """The CTA's turn at query tile m."""
+    """What the count of query tile m is when it is the CTA's turn."""
     plan = ctx.plan
+    if plan.chained:
+        return before(ctx, m)
     visitors = key_tiles(m, (plan.rows, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max)
     return turn(ctx.tile, visitors, ctx.rising if plan.mirrored else 0)
+
+
+def end_turn(ctx, flag):
+    """Ends the CTA's turn at a query tile."""
+    if ctx.plan.chained:
+        give(ctx, flag)
+    else:
+        cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
 
 
 def columns_of(plan, group, piece):
@@ -107,7 +118,7 @@ def give_up(ctx, flags, m, later: cutlass.Constexpr):
     """
     if m >= 0:
         cute.arch.cp_async_bulk_wait_group(later)
-        cute.arch.red(flags + m * ctx.plan.halves, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+        end_turn(ctx, flags + m * ctx.plan.halves)
 
 
 @cute.jit
@@ -124,10 +135,10 @@ def await_half(ctx, group: cutlass.Constexpr, place, given, at):
         due = cutlass.Boolean(False)
         if const_expr(plan.defers):
             due = cute.arch.mbarrier_test_wait(ctx.full[plan.part_rings[group]] + at.index, at.phase)
-        if (now < count) | (not due):
+        if (now != count) | (not due):
             give_up(ctx, flags, given, 0)
             given = Int32(-1)
-    while now < count:
+    while now != count:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
     return given

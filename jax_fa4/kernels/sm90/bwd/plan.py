@@ -17,6 +17,7 @@ NATIVE_DEPTHS = (64, 128, 192, 256)
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 DS_BUFFERS = 2  # so that one barrier a step is enough
 POST_THREADS = 256
+REACH = 4  # int32 numbers that tell a reduce warp whom it may have to wait for; three are used
 DONE = 8  # finished query tiles of dQ that may wait to be converted
 
 
@@ -152,6 +153,12 @@ class Plan:
         return self.ordered or self.finishes
 
     @property
+    def chained(self) -> bool:
+        """Whether turns are told by name, since segments decide who adds: a query tile's says which key tile added
+        last, and the preprocess tells who visits what."""
+        return self.ordered and self.segments
+
+    @property
     def item_words(self) -> int:
         """int32 numbers that tell a role of its next tile of keys."""
         return 8 + self.rises
@@ -204,6 +211,7 @@ class Plan:
             unseen=self.keys * self.finishes,
             band=self.band,
             workers=self.workers * self.clears,
+            ranges=self.keys * self.chained,
         )
 
     @property
@@ -215,8 +223,9 @@ class Plan:
         return gradients(self) + tuple(b for b in self.pre.outputs if b.name != "dq")
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K. M: query tiles."""
-        return {**shapes, **value_extents(shapes["B"]), "M": up(shapes["T"], self.rows)}
+        """All symbols of one call, from B, T, S, N and K. M: query tiles; L: key tiles."""
+        tiles = {"M": up(shapes["T"], self.rows), "L": up(shapes["S"], self.keys)}
+        return {**shapes, **value_extents(shapes["B"]), **tiles}
 
     @property
     def part_numbers(self) -> int:
@@ -270,7 +279,8 @@ class Plan:
         parts = 4 * self.part_numbers * self.parts * len(self.part_rings)
         parts += 4 * self.keys * self.rows * self.apart  # P in float32, from the one warpgroup to the other
         barriers = sum(ring.barrier_bytes for ring in self.rings)
-        more = 16 * (self.threads // 32) * self.segments + 4 * self.ordered * (not self.workers)
+        more = 4 * REACH * self.reducers if self.chained else 16 * (self.threads // 32) * self.segments
+        more += 4 * self.ordered * (not self.workers)
         more += 2 * self.item_words * 4 * (self.workers > 0) + 4 * (DONE + self.part_numbers) * self.finishes
         return filled + squares + parts + barriers + more
 
@@ -285,7 +295,8 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
 
     keys = [map_of(name, plan.keys, name[0] == "d") for name in ("k", "v", "dk", "dv")]
     maps = (*keys, map_of("q", plan.rows), map_of("dout", plan.rows))
-    scratch = ("stats", "work", *(b.name for b in plan.pre.outputs if b.name in ("turns", "tickets", "cleared")))
+    counts = ("turns", "tickets", "cleared", "ranges")
+    scratch = ("stats", "work", *(b.name for b in plan.pre.outputs if b.name in counts))
     values = ("ints", "floats", *(("q_segments", "kv_segments") if plan.segments else ()))
     main = Kernel(
         "backward",

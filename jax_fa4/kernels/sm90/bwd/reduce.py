@@ -7,14 +7,16 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.common.copies import add_bulk, views
 from jax_fa4.kernels.common.ring import start, step, wait
 from jax_fa4.kernels.common.tiles import up
+from jax_fa4.kernels.sm90.bwd.chain import reach
 from jax_fa4.kernels.sm90.bwd.counts import count, hand_on, post
 from jax_fa4.kernels.sm90.bwd.items import another, nest, told, visit, within
-from jax_fa4.kernels.sm90.bwd.pieces import drain_half, rank_of
+from jax_fa4.kernels.sm90.bwd.pieces import drain_half, end_turn, rank_of
 
 
 @cute.jit
 def await_turn(flag, rank):
-    """Spins until a count has reached `rank`: key tiles that added to a query tile, or zeroed shares of a head."""
+    """Spins until a count is `rank`: of key tiles that added to a query tile (or see chain.py), or zeroed shares of a
+    head."""
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     while now != rank:
         now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
@@ -36,7 +38,7 @@ def add(ctx, mine: cutlass.Constexpr, line, m, at):
         cute.arch.mbarrier_arrive(free + at.index)
         if const_expr(plan.ordered):
             cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read: the next in turn may add
-            cute.arch.red(turns + (line + m), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+            end_turn(ctx, turns + (line + m))
     return step(at, plan.parts)
 
 
@@ -133,6 +135,8 @@ def reduce(ctx, mine: cutlass.Constexpr):
 
     A lane that waits for a phase which another lane's arrival lets go by may miss it and wait for one that never comes.
     """
+    if const_expr(ctx.plan.chained):
+        ctx = reach(ctx, mine)
     if cute.arch.lane_idx() == 0:
         if const_expr(ctx.plan.apart):
             _ = drain_half(ctx, mine, start(0))
