@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,8 @@ def judge_all(each: tuple[int, int], part: str = "", seed: int = 0, verify: bool
             results = (judge_one(s, each, seed, verify) for s in subjects(part))
         else:
             pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")))
-            results = (f.result() for f in [pool.submit(judge_named, n, each, seed, verify) for n in names(part)])
+            todo = [pool.submit(judge_named, n, each, seed, verify) for n in reversed(names(part))]
+            results = (f.result() for f in as_completed(todo))
         fates = []
         for made, text in results:
             fates += made
@@ -127,7 +128,9 @@ def write(fates: list, args: argparse.Namespace) -> None:
     at = OUT / "mutants.json"
     done = {f.subject for f in fates}
     before = json.loads(at.read_text())["fates"] if at.exists() else []
+    place = {name: n for n, name in enumerate(dict.fromkeys(x["subject"] for x in before))}  # kernels end in any order
     fates = [f for f in (Fate(**x) for x in before) if f.subject not in done] + fates
+    fates.sort(key=lambda f: place.get(f.subject, len(place)))
     versions = {p: importlib.metadata.version(p) for p in ("nvidia-cutlass-dsl", "sentryward", "numpy")}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     made = {"date": date, "versions": versions, "device": "no GPU, emulator", "seed": args.seed, "each": args.each}

@@ -4,6 +4,7 @@ Goes on where it was stopped: what has a verdict on the same PTX is not judged a
 
 python tests/verifier/matrix.py --list          what there is, what has a verdict
 python tests/verifier/matrix.py --age           compiles what sources say has changed; other PTX makes a verdict stale
+                                                (--jobs N: so many plans at a time, a process each)
 python tests/verifier/matrix.py "bwd D64"       only runs whose name starts so
 
 Some hours on two cores; elsewhere.py lets a machine with more of them do it.
@@ -14,8 +15,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,13 +33,18 @@ from verifier.kinds import kinds  # noqa: E402
 WHAT = "The verifier's verdicts on the sm_100a kernels. No Blackwell card has run them."
 
 
+def digest_of(plan: Any) -> str:
+    """Of the PTX of today."""
+    return ledger.ptx_digest(runs.built(plan))
+
+
 def about(r: runs.Run) -> dict[str, Any]:
     """What a verdict is of."""
     return {
         "versions": ledger.versions(),
         "plan": repr(r.plan),
         "code": ledger.code_digest(r.plan.launcher),
-        "ptx": ledger.ptx_digest(runs.built(r.plan)),
+        "ptx": digest_of(r.plan),
         "scene": {k: v for k, v in asdict(r.scene).items() if v is not None and k not in ("name", "plan")},
     }
 
@@ -54,16 +63,26 @@ def judged(r: runs.Run, timeout: int) -> dict[str, Any]:
     return with_verdicts({"date": date, **about(r)}, runs.judge(r, timeout=timeout))
 
 
-def aged(entry: dict[str, Any], r: runs.Run | None) -> dict[str, Any]:
-    """The entry, marked stale where its PTX is another one by now, or brought up to date where it is not."""
+def aged(entry: dict[str, Any], r: runs.Run | None, digest: Callable = digest_of) -> dict[str, Any]:
+    """The entry, marked stale where its PTX is another one by now, or brought up to date where it is not. digest: of
+    the PTX of a plan."""
     entry = {k: v for k, v in entry.items() if k != "stale"}
     if r is None:
         return entry | {"stale": "no such run any more"}
     if ledger.same_text(entry, r.plan):
         return entry
-    if ledger.ptx_digest(runs.built(r.plan)) != entry["ptx"]:
+    if digest(r.plan) != entry["ptx"]:
         return entry | {"stale": "the PTX has changed since"}
     return entry | {"plan": repr(r.plan), "code": ledger.code_digest(r.plan.launcher)}
+
+
+def aged_all(entries: dict[str, Any], by_name: dict[str, runs.Run], jobs: int) -> dict[str, Any]:
+    """All of them. Each plan whose sources have changed is compiled once, `jobs` at a time."""
+    have = {name: by_name[name].plan for name in entries if name in by_name}
+    todo = list(dict.fromkeys(plan for name, plan in have.items() if not ledger.same_text(entries[name], plan)))
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        made = dict(zip(todo, pool.map(digest_of, todo), strict=True))
+    return {name: aged(entry, by_name.get(name), made.__getitem__) for name, entry in entries.items()}
 
 
 def written(found: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +122,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=1000, help="only runs of this importance, 0 the most, and above")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--age", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="of --age: plans compiled at a time")
     args = parser.parse_args()
     every, found = list(runs.runs()), ledger.read()
     by_name = {r.name: r for r in every}
@@ -114,7 +134,7 @@ def main() -> int:
             print(r.rank, r.name, word)
         return 0
     if args.age:
-        found["runs"] = {name: aged(entry, by_name.get(name)) for name, entry in found["runs"].items()}
+        found["runs"] = aged_all(found["runs"], by_name, args.jobs)
         print(written(found)["in all"])
         return 0
     if run.missing():
