@@ -1,5 +1,8 @@
 """Asynchronous copies, stores, reductions, clusters and tensor-memory operands of the emulator, by equality."""
 
+import gc
+import re
+
 import numpy as np
 import pytest
 from emulator import Pointer, Tma, Uninitialised
@@ -48,6 +51,31 @@ def test_what_arrives_at_a_cta_that_has_left_is_found():
     for seed in range(24):
         told |= {f.message.split(" CTA")[0] for f in play(text, params, memory, seed=seed, **options).errors}
     assert {"a commit arrives at", "an MMA of the pair ends when"} <= told, told
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["ends", "deadlock"])
+def test_a_launch_leaves_nothing_to_the_garbage_collector(gone):
+    """Not one of a launch's large parts outlives it, also where it ends in a deadlock with work in flight."""
+    from emulator import machine, memory, order, tmem
+    from emulator import shadow as shadows
+
+    params, given, options = pair_setup(VALUES)
+    text = body("mma2")
+    if gone:
+        text, once = re.sub(r"  tcgen05\.commit\.[^\n]*\n", "", text), text
+        assert text != once
+    large = {machine.Cta, machine.Unit, machine.RegisterFile, memory.Shared, memory.Global, memory.Space}
+    large |= {tmem.TensorMemory, shadows.Shadow, shadows.Plane, order.Order}
+    gc.collect()
+    before = {id(x) for x in gc.get_objects() if type(x) in large}
+    gc.disable()
+    try:
+        report = play(text, params, given, seed=2, **options)
+        left = [type(x).__name__ for x in gc.get_objects() if type(x) in large and id(x) not in before]
+    finally:
+        gc.enable()
+    assert (report.deadlock is not None) == gone
+    assert not left, left
 
 
 FROM_TMEM = body("mma_ts")

@@ -1,6 +1,7 @@
 """run(ptx, launch, memory, seed) -> Report: one kernel launch from text to numbers and findings."""
 
 import random
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,9 +114,13 @@ def run(ptx, launch, memory, seed=0, exact=False, resident=2, tolerate=(), trace
         machine = Machine(load(ptx, launch.entry), launch, memory, seed, exact)
         machine.findings.tolerated = frozenset(tolerate)
         machine.trace, machine.order = trace, Order() if order else Off()
-        deadlock = Scheduler(machine, resident).run()
-        machine.finish(deadlock)
-    return Report(machine.globals.outputs(), machine.findings.all(), deadlock, machine.counters, machine.reached())
+        try:
+            deadlock = Scheduler(machine, resident).run()
+            machine.finish(deadlock)
+            out, findings = machine.globals.outputs(), machine.findings.all()
+            return Report(out, findings, deadlock, machine.counters, machine.reached())
+        finally:
+            machine.dissolve()
 
 
 class Machine:
@@ -139,6 +144,7 @@ class Machine:
         self.pair_frees = {}  # and its dealloc
         self.products = {}  # thread that issues MMAs -> how many since its last commit
         self.slots = []  # register files free for the next CTA
+        self.started = []  # weak references to all CTAs
         self.forced = False
         self.trace, self.order = None, Off()
         self.touched = set()  # segments that exited warps have run
@@ -186,6 +192,7 @@ class Machine:
                     index = (origin[0] + x, origin[1] + y, origin[2] + z)
                     ctas.append(Cta(self, registers, index, origin, len(ctas)))
         state = ClusterBarrier(ctas)
+        self.started += map(weakref.ref, ctas)
         for cta in ctas:
             cta.cluster, cta.cluster_state = ctas, state
             for unit in cta.units:
@@ -277,6 +284,16 @@ class Machine:
                     break
                 for key in keys:
                     self.engine.complete(key)
+
+    def dissolve(self):
+        """The end: takes apart what refers to itself. A launch is tens to hundreds of MB of arrays, of which Python's
+        search for cycles knows nothing: it came late, and a test's process grew to 8 GB."""
+        for cta in filter(None, (ref() for ref in self.started)):
+            for unit in cta.units:
+                vars(unit).clear()
+            vars(cta).clear()
+        vars(self.order).clear()
+        vars(self).clear()
 
     # ---- services for effects
     def count(self, unit, cause, amount):
