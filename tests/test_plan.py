@@ -125,6 +125,8 @@ def test_a_tile_is_masked_exactly_where_a_pair_of_it_is_hidden(case, size):
             assert bool(all_keys_visible((rows[0], rows[-1]), (keys[0], keys[-1]), band, flag)) == whole
             first, last = whole_key_tiles((rows[0], rows[-1]), size[1], band, flag)
             assert (first <= n < last) == whole
+            if n < last:  # no row's right limit is in it, also where none of them sees its first keys
+                assert keys[-1] < band.kv_len and keys[-1] <= rows[0] + band.offset + band.right
 
 
 @pytest.mark.parametrize("longest_last", [False, True])
