@@ -29,7 +29,7 @@ REASONS = (
     ("Hopper forward, D 64", "wgmma fence removed", r"wgmma\.fence",
      "not seen: the fence of the product that was issued before may do for this one; not settled"),
     # The registers are those of a loop through tiles below `whole_key_tiles`' last.
-    ("Hopper forward, D 128", "comparison off by one", r"setp\.gt\.s32\s+%p\d+, %r(1249|1283), (\d\d?|1[01]\d|120)$",
+    ("Hopper forward, D 128", "comparison off by one", r"setp\.gt\.s32\s+%p\d+, %r(1249|1283), (\d\d?|1[01]\d|120);",
      "equal: in the tiles left of the whole ones every row sees to the end, 128 columns, so no right limit is near"),
     ("Hopper forward, D 128", "arrive doubled", r"\[%r\d+\+163864\]",
      "not seen: of a step that one warpgroup takes alone; their turns order the other's reads before the next copy, in "
