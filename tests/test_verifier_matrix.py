@@ -85,7 +85,7 @@ def test_verdicts_are_of_todays_kernels(committed):
 @needs_compiler
 def test_a_verdict_of_another_kernel_is_told(committed, today):
     """The digest sees one instruction, and neither names nor comments."""
-    from verifier.matrix import aged
+    from verifier.matrix import aged, aged_all
 
     by_name = {r.name: r for r in runs.runs()}
     name = min((n for n, e in committed["runs"].items() if not e.get("stale")), key=len)
@@ -94,6 +94,9 @@ def test_a_verdict_of_another_kernel_is_told(committed, today):
     other = aged(entry | {"ptx": "0" * 16, "code": "before"}, r)
     assert other["stale"] == "the PTX has changed since"
     assert "stale" not in aged(other | {"ptx": entry["ptx"]}, r)
+    before = {"same": entry | {"code": "before"}, "other": entry | {"ptx": "0" * 16, "code": "before"}, "gone": entry}
+    said = {n: e.get("stale") for n, e in aged_all(before, {"same": r, "other": r}, 1).items()}
+    assert said == {"same": None, "other": "the PTX has changed since", "gone": "no such run any more"}
     ptx = runs.built(r.plan)
     assert ledger.ptx_digest(ptx) == ledger.ptx_digest(ptx.replace("fa4_", "fa5_") + "\n// a comment\n")
     assert ledger.ptx_digest(ptx) != ledger.ptx_digest(ptx.replace("bar.sync", "bar.arrive", 1))
