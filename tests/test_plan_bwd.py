@@ -13,7 +13,7 @@ from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up
 from jax_fa4.kernels.sm90.bwd.order import alternating, placed, together, turn, visited
-from jax_fa4.kernels.sm90.bwd.plan import Plan, bind, native, section_of, sectioned
+from jax_fa4.kernels.sm90.bwd.plan import SMS, Plan, bind, native, section_of, sectioned
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -140,6 +140,42 @@ def test_a_section_fits_the_l2_it_may_fill():
     assert section_of(plan, 64, 32, 4) == 40 // (4 * 4 + 2)
     assert section_of(plan, 1 << 14, 1 << 13, 1) == 1
     assert section_of(replace(plan, section=0), 1, 1, 1) == 1
+
+
+def time_in_turns(plan, queries, keys, heads, kv_heads, batch, section):
+    """How much longer an ordered call takes than with no turn to wait for. A step takes one time, what is around a
+    tile's steps one and a half; the next tile in the order of work adds to a place 0.6 after the one before: 1.4 us, by
+    8,192 tiles of 8 visits in 3.84 ms with three key heads at a time (H200, 2026-11-30)."""
+    tiles, group, lines = up(keys, plan.keys), heads // kv_heads, kv_heads * batch
+    visits = up(queries, plan.rows) * group
+    added = [[0.0] * visits for _ in range(lines)]
+    free = [0.0] * SMS
+    for i in range(tiles * lines):
+        _, line = sectioned(i, tiles, lines, section, plan.ordered)
+        t = free[0] + 1
+        for v in range(visits):
+            t = added[line][v] = max(t + 1, added[line][v] + 0.6)
+        heapq.heapreplace(free, t + 0.5)
+    return max(free) / (up(tiles * lines, SMS) * (visits + 1.5))
+
+
+@pytest.mark.parametrize(
+    "queries, heads, kv_heads, batch", [(4, 32, 4, 16), (64, 8, 8, 16), (256, 16, 16, 8), (1, 64, 8, 64)]
+)
+def test_few_queries_seldom_wait_for_their_turn(queries, heads, kv_heads, batch):
+    plan = select(problem(128, deterministic=True), "sm_90a")
+    tiles, group = up(16384, plan.keys), heads // kv_heads
+    section = section_of(plan, up(queries, plan.rows), tiles, group)
+    assert time_in_turns(plan, queries, 16384, heads, kv_heads, batch, section) < 1.1
+    by_l2 = 32 * 1024 // (tiles * 64 + up(queries, plan.rows) * group * 64)  # KiB of K and V, of Q, dO and dQ
+    assert time_in_turns(plan, queries, 16384, heads, kv_heads, batch, by_l2) > 1.5, "what the rule is for"
+
+
+@pytest.mark.parametrize("depth, length, section", [(64, 4096, 10), (64, 16384, 2), (128, 1024, 21), (128, 8192, 2)])
+def test_sections_of_as_many_queries_as_keys_go_by_the_l2_alone(depth, length, section):
+    """As timed: docs/decisions/hopper_ordered_dq.md."""
+    plan = select(problem(depth, deterministic=True), "sm_90a")
+    assert section_of(plan, up(length, plan.rows), up(length, plan.keys), 1) == section
 
 
 # (queries and keys, query heads, key heads, examples), causal: CTAs wait for the last one for 1.03 of the mean time

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jax_fa4.kernels.sm90.bwd.plan import DEPTHS, NATIVE_DEPTHS, Plan, form_for, native
+from jax_fa4.kernels.sm90.bwd.plan import DEPTHS, NATIVE_DEPTHS, SMS, Plan, form_for, native
 from jax_fa4.spec import Problem, Unsupported
 
-SMS = 132  # of an H100 or H200; another number only changes how long the last tiles of a call take
 _WORKERS = {"workers": SMS}
 _STEP = _WORKERS | {"turns": False, "late": True}  # in step, dQ told of late
 _ALTERNATES = {"alternates": True}

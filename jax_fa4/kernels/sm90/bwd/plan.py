@@ -18,6 +18,7 @@ DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 DS_BUFFERS = 2  # so that one barrier a step is enough
 POST_THREADS = 256
 REACH = 4  # int32 numbers that tell a reduce warp whom it may have to wait for; three are used
+SMS = 132  # of an H100 or H200; another number only changes how long the last tiles of a call take
 DONE = 8  # finished query tiles of dQ that may wait to be converted
 
 
@@ -322,6 +323,9 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
 def section_of(plan: Any, query_tiles: Any, key_tiles: Any, group: Any, high: Any = max) -> Any:
     """Key heads in a section: as many as fit in L2 with their Q, dO, dQ, K and V, at least one.
 
+    With few queries more: CTAs at one key head come after one another to each of its query tiles, so no more of them
+    should be at it than half of what each visits. Its keys, which one CTA reads once, need no place in L2 for that.
+
     Without a size, where tiles differ: as many as `workers` take at once, so that each turn of all CTAs has the longest
     tiles and the shortest, and nobody starts with a longest one at the end. No more data than head by head is in use.
     """
@@ -329,7 +333,9 @@ def section_of(plan: Any, query_tiles: Any, key_tiles: Any, group: Any, high: An
         return high(plan.workers // high(key_tiles, 1), 1)
     step = plan.rows * (6 * plan.depth + 2 * plan.value_depth) // 1024  # KiB; dQ is float32
     held = plan.keys * (2 * plan.depth + 2 * plan.value_depth) // 1024
-    return high(plan.section * 1024 // high(query_tiles * group * step + key_tiles * held, 1), 1)
+    visits = high(query_tiles * group, 1)
+    few = 2 * SMS // visits if plan.section else 1
+    return high(plan.section * 1024 // high(visits * step + key_tiles * held, 1), high(few, 1))
 
 
 def sectioned(index: Any, tiles: Any, heads: Any, section: Any, last_first: bool, low: Any = min) -> tuple[Any, Any]:
