@@ -29,9 +29,9 @@ test: lint
 
 # The verifier goes on with what has no verdict of today's PTX: hours at first, minutes once all have one.
 prove: $(STAMP)
-	$(BIN)/python tests/verifier/matrix.py --age
+	$(BIN)/python tests/verifier/matrix.py --age --jobs $(TEST_JOBS)
 	$(BIN)/python tests/verifier/matrix.py
-	$(BIN)/python -m pytest -m prove
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m prove
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]'
