@@ -321,7 +321,9 @@ def _free_fence(code: Code) -> list[Finding]:
 
 
 def _barrier_id(x: Instruction) -> str:
-    return _split(x.text.split(None, 1)[1])[0]
+    """The first operand of a named barrier; the cluster's has none."""
+    parts = x.text.split(None, 1)
+    return _split(parts[1])[0] if len(parts) == 2 else "of the cluster"
 
 
 def _addresses(code: Code) -> dict[str, tuple[str, int]]:

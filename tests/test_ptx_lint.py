@@ -160,8 +160,16 @@ $L__D:
         (edit(r"@%p4", "@!%p4"), ["proxy"]),
         (edit(r"@%p4", "@%p2"), ["proxy"]),
         (edit(r"not\.pred \t%p4, %p1;", "mov.pred %p1, 0; not.pred %p4, %p1;"), ["proxy"]),
+        (edit(r"fence\.proxy\.async\.shared::cta", "barrier.cluster.arrive"), []),  # a signal that has no operand
     ],
-    ids=["fenced if any step was", "flag never set", "the other way", "asks something else", "flag taken back"],
+    ids=[
+        "fenced if any step was",
+        "flag never set",
+        "the other way",
+        "asks something else",
+        "flag taken back",
+        "handed over at the cluster's barrier",
+    ],
 )
 def test_a_flag_is_known_behind_the_loop_that_sets_it(fault, rules):
     """Stores are fenced behind the loop, if it took a step; the path that took one and has no fence cannot be."""
