@@ -107,6 +107,9 @@ def test_comments_and_docstrings_are_no_code():
     same = "# why\n\ndef f(x):\n    '''Another text.'''\n    return (x +\n            1)  # here\n"
     assert ledger.code_of(code) == ledger.code_of(same)
     assert ledger.code_of(code) != ledger.code_of(code.replace("1", "2"))
+    same_everywhere = "Module(body=[FunctionDef(name='f', args=arguments(args=[arg(arg='x')]), body=[Return(value="
+    same_everywhere += "BinOp(left=Name(id='x', ctx=Load()), op=Add(), right=Constant(value=1)))])])"
+    assert ledger.code_of(code) == same_everywhere, "a digest of one Python must hold in another"
 
 
 def test_the_digest_follows_imports(tmp_path, monkeypatch):

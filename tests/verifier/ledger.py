@@ -35,14 +35,25 @@ def _file(module: str) -> Path | None:
 
 
 def code_of(source: str) -> str:
-    """The syntax tree as text, without docstrings."""
+    """The syntax tree as text, without docstrings, and the same in every Python: fields that are empty do not count, as
+    each version has some that those before it have not."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 node.body = node.body[1:]
-    return ast.dump(tree)
+    return _words(tree)
+
+
+def _words(node: Any) -> str:
+    if isinstance(node, list):
+        return f"[{', '.join(map(_words, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, getattr(node, name, None)) for name in node._fields)
+    told = (f"{name}={_words(x)}" for name, x in fields if x is not None and x != [])
+    return f"{type(node).__name__}({', '.join(told)})"
 
 
 def _imports(source: str) -> set[str]:
