@@ -140,6 +140,31 @@ def exponents_of(line, moving, r: cutlass.Constexpr, scale, plan: cutlass.Conste
 
 
 @cute.jit
+def stand(peak, bases, scale, plan: cutlass.Constexpr):
+    """By what a row's scores become exponents until its peak moves. bases: where they go, of both rows each: factors,
+    bases, and the scores beyond which it moves."""
+    factors, lows, limits = bases
+    for r in cutlass.range_constexpr(2):
+        factors[r] = row_scale(peak[r], scale)
+        lows[r] = Float32(0.0) if peak[r] == -Float32.inf else product(peak[r], factors[r])
+        limits[r] = peak[r] + plan.slack * cute.arch.rcp_approx(factors[r])
+
+
+@cute.jit
+def move(tops, moving, scale, plan: cutlass.Constexpr):
+    """Rows with a score beyond their limit: the largest, of `tops`, is their peak now. moving: (peak, bases, where the
+    base that was less the new one goes, 0 of a row that stays)."""
+    peak, bases, older = moving
+    was = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        was[r] = peak[r]
+        peak[r] = tops[r] if tops[r] > bases[2][r] else peak[r]
+    stand(peak, bases, scale, plan)
+    for r in cutlass.range_constexpr(2):
+        older[r] = product(was[r], bases[0][r]) - bases[1][r]
+
+
+@cute.jit
 def exponentiate(line, plan: cutlass.Constexpr):
     """Exponents become weights, in place."""
     if const_expr(plan.on_fma > 0):

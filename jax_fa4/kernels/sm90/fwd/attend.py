@@ -18,6 +18,7 @@ from jax_fa4.kernels.sm90.fwd.segments import hide_others, warp_ids
 from jax_fa4.kernels.sm90.fwd.store import finish, normalise, store_lse, store_out, store_part, store_rows
 from jax_fa4.kernels.sm90.rows import (
     LOG2_E,
+    across_quad,
     add_row,
     by_row,
     column_of,
@@ -26,8 +27,10 @@ from jax_fa4.kernels.sm90.rows import (
     exponents_of,
     first_row,
     folded,
+    move,
     scale_rows,
     shrink_rows,
+    stand,
     weigh,
 )
 from jax_fa4.mask import keys_seen
@@ -162,15 +165,22 @@ def hold(ctx, at):
 
 @cute.jit
 def weigh_lazily(ctx, h, at):
-    """`weigh_halfway` with a slack: O and the sums are shrunk, and their factors computed, in a branch that few steps
-    take: 32 multiplications and two MUFU operations of 430 instructions less at depth 64.
+    """`weigh_halfway` with a slack. What few steps do stands in branches: a row's factor and base stay until a score is
+    beyond its limit, and O and the sums are shrunk only then. At depth 64 386 of 450 instructions are left.
 
-    The wait for P V stands before the branch, which is a warp's own: PTX wants the whole warpgroup at it."""
+    The wait for P V stands before the second branch, which is a warp's own: PTX wants the whole warpgroup at it."""
     plan, view = ctx.plan, by_row(h.scores)
-    older = cute.make_rmem_tensor(2, Float32)
+    tops, older = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    older.fill(0.0)
     for r in cutlass.range_constexpr(2):
-        exponents_of(view[r, None], (h.peak, older), r, ctx.scale, plan)
-    moved = cute.arch.vote_any_sync((older[0] != 0.0) | (older[1] != 0.0))
+        tops[r] = across_quad(folded(view[r, None], cute.arch.fmax, plan.chains), cute.arch.fmax)
+    factors, lows, limits = h.bases
+    moved = cute.arch.vote_any_sync((tops[0] > limits[0]) | (tops[1] > limits[1]))
+    if moved:
+        move(tops, (h.peak, h.bases, older), ctx.scale, plan)
+    for r in cutlass.range_constexpr(2):
+        line = view[r, None]
+        line.store(cute.math.fma(line.load(), cute.full_like(line, factors[r]), cute.full_like(line, -lows[r])))
     exponentiate(view[0, None], plan)
     first = folded(view[0, None], operator.add, plan.chains)
     hold(ctx, at)
@@ -251,6 +261,7 @@ class Hands:
     out: Any
     peak: Any  # of the thread's two rows
     total: Any
+    bases: Any  # where they change in few steps: see rows.stand
     q: Any
     k: Any
     v: Any
@@ -280,7 +291,7 @@ def steps(ctx, h, behind: Place, trip, hides: cutlass.Constexpr):
             mask(ctx, h.scores, h.row, ctx.last - 1 - n, h.own)
         elif const_expr(plan.soft_cap):
             cap(ctx, h.scores)
-        if const_expr(plan.halfway and plan.slack >= 0):
+        if const_expr(plan.lazy):
             weigh_lazily(ctx, h, behind)
         elif const_expr(plan.halfway):
             weigh_halfway(ctx, h, behind)
@@ -341,6 +352,7 @@ def hands(ctx, q_at):
         out=out,
         peak=peak,
         total=total,
+        bases=[cute.make_rmem_tensor(2, Float32) for _ in range(3)] if plan.lazy else None,
         q=qk.make_fragment_A(mine.partition_A(ctx.q[2]))[None, None, None, q_at.index],
         k=qk.make_fragment_B(mine.partition_B(ctx.k[2])),
         v=pv.make_fragment_B(ours.partition_B(wgmma.turned(ctx.v[2]))),
@@ -368,6 +380,8 @@ def first_step(ctx, h, at: Place, end):
     arrive(ctx.empty["k"], at)
     mask(ctx, h.scores, h.row, end - 1, h.own)
     weigh(h.scores, (h.peak, h.total), ctx.scale, plan)
+    if const_expr(plan.lazy):
+        stand(h.peak, h.bases, ctx.scale, plan)
     wgmma.narrow_to(h.narrow, h.scores)
     if const_expr(plan.own):
         if ctx.last == end:

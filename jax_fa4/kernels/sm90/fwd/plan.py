@@ -90,6 +90,11 @@ class Plan:
         return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)), *chains)
 
     @property
+    def lazy(self) -> bool:
+        """Whether what few steps need, since peaks have a slack, is done in branches; see `weigh_lazily`."""
+        return self.halfway and self.slack >= 0
+
+    @property
     def hollow(self) -> bool:
         """Whether a tile of queries may have no tile of keys; else one is visited even if nothing of it is seen."""
         return self.splits or self.segments
