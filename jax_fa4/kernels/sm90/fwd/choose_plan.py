@@ -20,7 +20,7 @@ _AHEAD = {"workers": SMS, "turns": True}
 # docs/measured; with a slack at 4k and 16k: 2026-11-30_h200_forward_slack.txt. What fields do:
 # docs/decisions/hopper_forward_forms.md.
 MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 506, 529; 438, 453; 483, 528. Before the slack, with two chains up to 8k: 500, 530
+    # 506, 529; 438, 453; 483, 528. Before the slack, with two chains up to 8k: 500, 530. Bases that stay: 1.06 at 16k
     (64, 64, False): ((0, {**_THREE_HALFWAY, **_AHEAD}),),
     # 296, 437, 508; 289, 390, 430; 248, 420, 500. Before the slack: 428, 505 at 4k and 16k. At 1k the second: 270
     (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HALFWAY, **_AHEAD})),
