@@ -25,7 +25,7 @@ from mutation.judge import Subject, Variant
 # rings wrap; once with small scores, so that every product counts, once with large ones, so that rows rescale. Causal,
 # each tile's last keys lie in the upper half of their block, else half of a product is hidden.
 RAGGED = (
-    Case("ragged", b=1, t=200, s=300, n=1, k=1, d=64, q_lens=(129,), kv_lens=(270,)),
+    Case("ragged", b=1, t=200, s=260, n=1, k=1, d=64, q_lens=(129,), kv_lens=(250,)),
     Case("ragged", b=1, t=300, s=400, n=1, k=1, d=64, q_lens=(280,), kv_lens=(390,), spread=3.0),
 )
 CAUSAL = (
@@ -37,7 +37,7 @@ BAND = (CAUSAL[0], Case("window", b=1, t=370, s=700, n=1, k=1, d=128, window=(38
 # Two CTAs take 512 queries.
 PAIRED = (
     Case("pair", b=1, t=400, s=400, n=1, k=1, d=128, q_lens=(390,), kv_lens=(380,)),
-    Case("pair", b=1, t=520, s=260, n=1, k=1, d=128, kv_lens=(250,), spread=3.0),
+    Case("pair", b=1, t=520, s=260, n=1, k=1, d=128, kv_lens=(250,), spread=4.0),
 )
 WIDE = (
     Case("wide", b=1, t=200, s=600, n=1, k=1, d=256, q_lens=(190,), kv_lens=(590,)),
