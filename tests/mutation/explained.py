@@ -22,7 +22,7 @@ REASONS = (
      "equal: clears rows that the copy has filled with zeros, or no rows"),
     ("Hopper backward", "bulk wait removed", r"wait_group\s+0",
      "equal: all that was copied has been read, which the thread has waited for; writes end when the launch does"),
-    ("Hopper forward, D 64", "wait removed", r"\[%r864\], %r1115",
+    ("Hopper forward, D 64", "wait removed", r"\[%r741\], %r1117",
      "equal: waits a second time for the same phase of V, so that the exponentials before it are not moved behind it"),
     ("Hopper forward", "constant doubled", r"0f4B800000",
      "not seen: a guard against scores of 2^24 and more, which these inputs do not have"),
