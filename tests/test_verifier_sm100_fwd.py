@@ -62,5 +62,5 @@ def test_depth_256_takes_no_phase_for_the_one_before_the_last():
     every = [m.start() for m in re.finditer(r"mbarrier\.try_wait", ptx)]
     last = max(i for i, at in enumerate(every) if at < ptx.index("vote.sync"))
     (verdict,) = runs.judge(r, drop_wait(last)(ptx), timeout=1800).values()
-    # The kernel before that wait, whose others stood elsewhere, was refused as `previous_phase_not_ordered_before_issue`.
+    # The kernel of before, whose other waits stood elsewhere, was refused by another word.
     assert verdict.result == "not_wellsynced" and "missing_successful_wait_handoff" in verdict.found[0], verdict
