@@ -223,6 +223,16 @@ def test_causal_calls_whose_heads_share_keys_have_a_form_of_their_own():
         assert not select(problem(128, **{"band": True, **kinds}), "sm_90a").alternates
 
 
+def test_among_segments_more_heads_are_mixed_where_keys_wait_for_one_another():
+    """Timed (H200): full and deterministic; with a band, or without an order, as without segments."""
+    for d, mixed in ((64, 128), (128, 512), (256, 512)):
+        both = select(problem(d, segments=True, deterministic=True), "sm_90a")
+        assert both.section == mixed > select(problem(d, deterministic=True), "sm_90a").section
+        for kinds in ({"segments": True}, {"segments": True, "deterministic": True, "band": True}):
+            plain = {name: x for name, x in kinds.items() if name != "segments"}
+            assert select(problem(d, **kinds), "sm_90a").section == select(problem(d, **plain), "sm_90a").section
+
+
 @pytest.mark.parametrize("kinds", [{}, {"band": True}, {"band": True, "soft_cap": True}, {"deterministic": True}])
 def test_stand_ins_have_every_plan_that_shapes_and_heads_choose(kinds):
     """What `precompile` builds for a kind, whose heads it does not know."""

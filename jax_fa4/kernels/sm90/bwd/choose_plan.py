@@ -50,6 +50,11 @@ SHARED_KEYS: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...
 # 0.59 (0.70, 0.66 if no turn is deferred). Causal, with heads in reverse: 0.57 to 0.74 at D256.
 DEEP: dict[tuple[bool, bool], dict[str, Any]] = {(False, True): {"section": 64, "defers": True}}
 
+# The same among segments, by the greater depth: only one sequence of a head is at work, so more heads fit in L2. Of the
+# plain form with twelve sequences in 16k, and with two (2026-11-30_h200_ordered_segments.txt): D64 1.01, 1.01 (32 MiB
+# 0.87, 0.89; 512 1.10, 0.96); D128 1.08, 1.04 (32: 0.91, 0.96); D256 0.89, 0.83 (64: 0.64, 0.72; 256: 0.81, 0.85).
+AMONG_SEGMENTS = {64: 128, 128: 512, 192: 512, 256: 512}
+
 
 def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     """What timing decided.
@@ -58,8 +63,11 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     own, and how work is shared out, if they can.
     """
     spec, inner, inner_value = problem.spec, native(problem.d), native(problem.v)
+    among = {}
+    if spec.segments and spec.deterministic and not spec.band:
+        among = {"section": AMONG_SEGMENTS[max(inner, inner_value)]}
     if inner + inner_value > 256:
-        return DEEP.get((spec.band, spec.deterministic), {})
+        return DEEP.get((spec.band, spec.deterministic), {}) | among
     small = inner == inner_value == 64
     fields: dict[str, Any] = {"turns": True, "rows": 128 if small else 64}
     length = 0 if any_shape or not isinstance(problem.s, int) else problem.s
@@ -72,7 +80,7 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     for longest, more in forms:
         if longest == 0 or 0 < length <= longest:
             left_out = ("workers", "alternates") * alone + ("turns", "kept", "late", "values_first", "early") * crowded
-            return fields | {name: value for name, value in more.items() if name not in left_out}
+            return fields | {name: value for name, value in more.items() if name not in left_out} | among
     raise AssertionError("the last of a list serves any length")
 
 
