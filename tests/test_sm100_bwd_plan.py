@@ -96,7 +96,10 @@ def test_launch_follows_the_shapes():
     assert main.pointers == ("stats", "work", "turns", "tickets", "ints", "floats")
     assert [k.dependent for k in (pre, main, post)] == [False, True, True] and plan.pre.releases
     _, segmented, _ = bind(replace(plan, segments=True), e)
-    assert segmented.pointers == (*main.pointers, "q_segments", "kv_segments")
+    ids = ("q_segments", "kv_segments")
+    assert segmented.pointers == (*main.pointers[:4], "ranges", *main.pointers[4:], *ids)
+    pre, loose, _ = bind(replace(plan, segments=True, ordered=False), e | {"C": 1})
+    assert loose.pointers == ("stats", "work", "ints", "floats", *ids) and "ranges" not in pre.pointers
     sized = {b.name: b.sized(e) for b in plan.outputs}
     assert sized == {
         "dq": (3, 300, 4, 72), "dk": (3, 333, 2, 72), "dv": (3, 333, 2, 40), "stats": (3, 4, 3, 256),

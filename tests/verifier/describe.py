@@ -21,7 +21,8 @@ def normal(ptx: str) -> str:
     that are rounded up to 16 bytes, of rows that are multiples of them, are what they were: it loses track of them.
     "x = 0 selects a, else b" becomes "x != 0 selects b, else a": of a sum of exponentials the prover knows that it is
     not 0, and concludes nothing from that about "= 0". Its values are reals, so `ne` where PTX has `neu`.
-    Descriptors are unsigned: the swizzle of 64 bytes sets the highest bit, and it takes them for negative.
+    Descriptors are unsigned: the swizzle of 64 bytes sets the highest bit, and it takes them for negative. abs x is the
+    larger of x and -x: it has no words for abs in the bounds of a loop.
     """
     ptx = ptx.rstrip("\0").replace(".collector::a::discard", "")
     ptx = re.sub(r"min\.relu\.s32\s+(%r\d+), ([^;]+);", r"min.s32 \1, \2; max.s32 \1, \1, 0;", ptx)
@@ -30,6 +31,7 @@ def normal(ptx: str) -> str:
     ptx = re.sub(r"add\.s64(\s+)(%rd\d+), (%rd\d+), (\d+);(\s*)and\.b64(\s+%rd\d+), \2, -16;", _rounded, ptx)
     ptx = re.sub(r"(or\.b64\s+%rd\d+, %rd\d+, )(-\d+);", lambda m: f"{m[1]}{int(m[2]) & (1 << 64) - 1};", ptx)
     ptx = re.sub(r"add\.s64 ([ab]), ", r"add.u64 \1, ", ptx)
+    ptx = re.sub(r"abs\.s32(\s+)(%r\d+), (?!\2;)(%r\d+);", r"sub.s32\1\2, 0, \3; max.s32 \2, \2, \3;", ptx)
     return "".join(_floats(part) for part in re.split(r"(?=\.entry )", ptx))
 
 

@@ -15,7 +15,7 @@ from jax_fa4.mask import UNBOUNDED
 from verifier import run
 from verifier.describe import chosen_lines
 from verifier.kinds import kinds
-from verifier.told import told_tiles, told_turns
+from verifier.told import told_ranges, told_tiles, told_turns
 
 # What branches on data do. In the forward True keeps O and False rescales it; with segments True is a tile of one
 # segment, False one that is masked.
@@ -153,13 +153,20 @@ def launched(r: Run, ptx: str | None = None) -> dict[str, Launch]:
     bind = importlib.import_module(r.plan.launcher.rsplit(".", 1)[0] + ".plan").bind
     if getattr(r.plan, "ordered", False):
         ptx = told_turns(ptx)
-    if r.plan.segments and getattr(r.plan, "narrows", True):
+    chained = getattr(r.plan, "chained", False)
+    if r.plan.segments and (getattr(r.plan, "narrows", True) or chained):
         others = ["S"] if r.plan.direction == "fwd" else ["T"]
         if hasattr(r.plan, "sweeps"):
             others = ["S" if sweep.by_query else "T" for sweep in r.plan.sweeps]
         ptx = told_tiles(ptx, *(r.scene.rows or (0, r.scene.sizes[other] - 1) for other in others))
     names = [kernel.name for kernel in bind(r.plan, r.plan.extents(r.scene.sizes))]
     made = dict(zip(names, launches(r.plan, bind, r.scene.sizes, ptx, values(r)), strict=True))
+    if chained:  # what the preprocess has written, of the one key tile
+        first, last = r.scene.rows or (0, r.scene.sizes["T"] - 1)
+        ranges = (first // r.plan.tile, last // r.plan.tile + 1)
+        main = made["backward"]
+        which = next(p.index for p in main.parameters if p.name == "ranges")
+        made["backward"] = replace(main, ptx=told_ranges(main.ptx, main.entry, which, ranges))
     if getattr(r.plan, "ordered", False):
         made |= _collected(r, bind, ptx, made["bwd_post"])
     return made

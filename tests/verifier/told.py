@@ -15,9 +15,9 @@ from jax_fa4.ffi.buffers import VALUES
 def told_turns(ptx: str) -> str:
     """Of a backward with turns: a ticket is the CTA's number (of a lone pair: 0), and the turn has come.
 
-    The additions that give turns up are left out: sentryward 0.1.1 has no words for them. Nor has it any for plain bulk
-    stores, which the first in turn does: they stand as bulk additions, which read the same bytes of shared memory. That
-    nobody else writes where they store is the turns' doing, which is the emulator's to judge.
+    What gives turns up, additions or names, is left out: sentryward 0.1.1 has no words for it. Nor has it any for plain
+    bulk stores, which the first in turn does: they stand as bulk additions, which read the same bytes of shared memory.
+    That nobody else writes where they store is the turns' doing, which is the emulator's to judge.
     """
     ptx, stored = re.subn(
         r"cp\.async\.bulk\.global\.shared::cta\.bulk_group ([^;]+;)",
@@ -39,7 +39,7 @@ def told_turns(ptx: str) -> str:
         tail = read.sub(r"ld.shared.b32 \1, \3; mov.u32 \2, %ctaid.x;", ptx[at:], count=1)
     assert tail != ptx[at:], f"no ticket is read in {tail[:400]}"
     ptx = re.sub(r"atom\S+\s+(%r\d+), [^;]+;", r"mov.u32 \1, %ctaid.x;", ptx[:at] + tail)
-    ptx, given = re.subn(r"red\.release\.gpu\.global\.add\.s32[^;]+;", "", ptx)
+    ptx, given = re.subn(r"(?:red\.release\.gpu\.global\.add\.s32|st\.release\.gpu\.global\.b32)[^;]+;", "", ptx)
     assert given, "no turn is given up in the text"
     return re.sub(r"ld\.acquire\.gpu\.global\.b32\s+(%r\d+), \[[^\]]+\];", r"mov.b32 \1, 0;", ptx)
 
@@ -60,6 +60,27 @@ def told_tiles(ptx: str, *met: tuple[int, int]) -> str:
         told = place.expand(rf"\1mov.b32 \2, {first};\3mov.b32 \4, {last};")
         ptx = ptx[: place.start()] + told + ptx[place.end() :]
     return ptx
+
+
+def told_ranges(ptx: str, entry: str, parameter: int, met: tuple[int, int]) -> str:
+    """Of a main kernel with turns by name: what it reads from its parameter number `parameter`, the query tiles that
+    each key tile visits, is [first, last) = met. Loads stay; each is followed by its registers' values."""
+    start = ptx.index(f".entry {entry}(")
+    end = ptx.find(".entry ", start + 1) % (len(ptx) + 1)
+    body = ptx[start:end]
+    from_it = set(re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[{entry}_param_{parameter}\];", body))
+    for _ in range(4):
+        from_it |= {to for to, at in re.findall(r"add\.s64\s+(%rd\d+), (%rd\d+), %rd\d+;", body) if at in from_it}
+    load = r"ld\.global\.v2\.b32\s+\{(%r\d+), (%r\d+)\}, \[(%rd\d+)(?:\+\d+)?\];"
+
+    def told(match: re.Match) -> str:
+        if match[3] not in from_it:
+            return match[0]
+        return match[0] + "".join(f" mov.b32 {match[n + 1]}, {met[n]};" for n in range(2))
+
+    made = re.sub(load, told, body)
+    assert made != body, f"{entry} reads nothing from its parameter {parameter}"
+    return ptx[:start] + made + ptx[end:]
 
 
 def without_additions(ptx: str) -> str:

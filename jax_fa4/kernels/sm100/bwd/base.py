@@ -21,6 +21,11 @@ class Backward:
         raise NotImplementedError
 
     @property
+    def chained(self) -> bool:
+        """Whether turns are told by name, see sm100/bwd/chain.py."""
+        return False
+
+    @property
     def roles(self) -> dict[str, tuple[int, ...]]:
         """Warps by role, for counters and reports."""
         first = [getattr(self, name) for name in self.ROLES]

@@ -18,6 +18,7 @@ class Context:
     group: Any  # query heads of this key head
     first: Any  # query tiles [first, last)
     last: Any
+    ranges: Any  # pointer to the query tiles [first, last) that each key tile visits (of its example), or None
     course: Any  # order.Course through them
     tiles: Any  # M, the query tiles of a head
     queries: Any  # T

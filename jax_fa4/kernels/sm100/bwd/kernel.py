@@ -21,12 +21,13 @@ from jax_fa4.kernels.common.tiles import query_tiles, sectioned, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
 from jax_fa4.kernels.sm100.bwd import post, products
+from jax_fa4.kernels.sm100.bwd.chain import range_of, ranges_of
 from jax_fa4.kernels.sm100.bwd.compute import compute
 from jax_fa4.kernels.sm100.bwd.context import Context
 from jax_fa4.kernels.sm100.bwd.load import load
 from jax_fa4.kernels.sm100.bwd.mask import example_band, soft_cap
 from jax_fa4.kernels.sm100.bwd.mma import multiply
-from jax_fa4.kernels.sm100.bwd.order import course, placed, plain
+from jax_fa4.kernels.sm100.bwd.order import among, course, placed, plain
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind
 from jax_fa4.kernels.sm100.bwd.reduce import reduce
 from jax_fa4.kernels.sm100.registers import hold
@@ -117,6 +118,7 @@ def backward(
     work: cute.Pointer,
     turns,
     tickets,
+    ranges,
     ints: cute.Pointer,
     floats: cute.Pointer,
     q_segments,
@@ -158,8 +160,14 @@ def backward(
             space = memory.allocate_array(Int32, plan.threads // 8, byte_alignment=16)
             sizes, lengths = (plan.tile, plan.tile, plan.threads), (band.q_len, band.kv_len)
             first, last = narrowed(tile, (first, last), lengths, segments, space, sizes)
+        if const_expr(plan.chained):
+            ranges = ranges_of(ranges, batch, up(keys, plan.tile))
+            first, last = range_of(ranges, tile)
     path = plain(first, last)
-    if const_expr(plan.ordered):
+    if const_expr(plan.chained):
+        sizes = (up(band.q_len, plan.tile), up(band.kv_len, plan.tile), copies)
+        path = among(tile, (first, last), rising, sizes, plan.band, cutlass.min, cutlass.max)
+    elif const_expr(plan.ordered):
         whole = up(band.kv_len, plan.tile)
         path = course(tile, (first, last), rising, (whole, copies), plan.band, cutlass.min, cutlass.max)
     cap = soft_cap(plan, floats)
@@ -174,6 +182,7 @@ def backward(
         group=heads // kv_heads,
         first=first,
         last=last,
+        ranges=ranges,
         course=path,
         tiles=tiles,
         queries=queries,
@@ -208,7 +217,7 @@ def launch(stream, plan, data, e):
     maps = []
     for d in main.descriptors:
         maps += tensor_map(d, data[d.tensor], cute.select(products.tiles(plan, d.box[1], 1), [0, 1]))
-    names = ("stats", "work", "turns", "tickets", "ints", "floats", "q_segments", "kv_segments")
+    names = ("stats", "work", "turns", "tickets", "ranges", "ints", "floats", "q_segments", "kv_segments")
     pointers = [data.get(name) for name in names]
     bwd_pre.start(stream, plan.pre, data, e)
     sizes = [e[symbol] for symbol in main.extents] + [None] * (not plan.ordered)

@@ -9,6 +9,8 @@ which the postprocess adds up. All of it serves that a turn has come before it i
   with the first keys first, which visit descending. Causal, the first kind goes from short tiles to long ones and the
   second back to short ones, so that all SMs end together; and in both a tile comes to a place where the one
   before it has been. With two copies, even and odd tiles add to one each.
+* Segments. Key tiles visit the query tiles that segments leave them, and wait for one another by name
+  (chain.py). With a band as above; without one a tile starts where it would without segments, if it visits that.
 * Full masks. A tile starts one query tile after where the tile behind it starts, goes on to the last and then from the
   first to its own start; what comes after the last goes to another copy. So each copy is visited in the order of work,
   and tiles that run at once never meet. Without a second copy all start at the first query.
@@ -93,6 +95,47 @@ def course(
     return Course(tile // share * stride, 1, last, first, 0, share, stride)
 
 
+def start_of(tile: Any, visits: tuple[Any, Any], share: Any, stride: Any, low: Any = min, high: Any = max) -> Any:
+    """Where key tile `tile` starts among the query tiles [first, last) that segments leave it, without a band: where it
+    would without segments (near its diagonal, if queries are keys), or at the first."""
+    first, last = visits
+    wanted = tile // share * stride
+    inside = low(high(wanted - first + 1, 0), 1) * low(high(last - wanted, 0), 1)
+    return first + inside * (wanted - first)
+
+
+def among(
+    tile: Any,
+    visits: tuple[Any, Any],
+    rising: Any,
+    sizes: tuple[Any, Any, Any],
+    banded: bool,
+    low: Any = min,
+    high: Any = max,
+) -> Course:
+    """`course` where segments leave [first, last). sizes: (query tiles and key tiles of the example, copies of dQ)."""
+    queries, keys, count = sizes
+    if banded:
+        return course(tile, visits, rising, (keys, count), True, low, high)
+    every = course(tile, (0, queries), rising, (keys, count), False, low, high)
+    first, last = visits
+    begin = start_of(tile, visits, every.share, every.stride, low, high)
+    return Course(begin, 1, last, first, 0, every.share, every.stride)
+
+
+def leg(tile: Any, visits: tuple[Any, Any], m: Any, path: Course, low: Any = min, high: Any = max) -> Any:
+    """1 where key tile `tile` comes to m from its last query tile, without a band. path: of any key tile."""
+    return low(high(start_of(tile, visits, path.share, path.stride, low, high) - m, 0), 1)
+
+
+def lane(tile: Any, again: Any, count: Any, banded: bool, high: Any = max) -> tuple[Any, Any]:
+    """(copy of dQ that a key tile adds to, key tiles from one that does to the next), among segments; again: `leg`."""
+    if banded:
+        return tile % count, count
+    apart = high(count // 2, 1)
+    return 2 * (tile % apart) + again, apart
+
+
 def turn(
     tile: Any, m: Any, keys: tuple[Any, Any], path: Course, count: Any, banded: bool, low: Any = min, high: Any = max
 ) -> tuple[Any, Any]:
@@ -118,6 +161,15 @@ def visit(i: Any, visits: tuple[Any, Any], path: Course, banded: bool, low: Any 
         return i + path.rising * (first + last - 1 - 2 * i)
     m = i + path.begin
     return m - last * low(high(m - last + 1, 0), 1)
+
+
+def visit_among(i: Any, visits: tuple[Any, Any], path: Course, banded: bool, low: Any = min, high: Any = max) -> Any:
+    """`visit` where segments leave [first, last)."""
+    first, last = visits
+    if banded:
+        return visit(i, visits, path, True, low, high)
+    m = i + path.begin - first
+    return m - (last - first) * low(high(m - last + 1, 0), 1)
 
 
 def walk(path: Course, count: int) -> list[int]:

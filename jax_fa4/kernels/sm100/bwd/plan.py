@@ -136,9 +136,13 @@ class Plan(Backward):
 
     @property
     def narrows(self) -> bool:
-        """Whether query tiles of other segments are left out. Ordered, ranks are counted by the band alone, so that
-        every tile of it takes its turn."""
+        """Whether the main kernel finds which query tiles segments leave a key tile; else, if any, see `chained`."""
         return self.segments and not self.ordered
+
+    @property
+    def chained(self) -> bool:
+        """Whether turns are told by name, since segments decide who adds, and the preprocess tells who visits what."""
+        return self.segments and self.ordered
 
     # Tensor memory -------------------------------------------------------------------------------------------------
     @property
@@ -202,6 +206,7 @@ class Plan(Backward):
     def pre(self) -> BwdPre:
         """The preprocess of this plan's tile. The workspace holds the true depth: zero columns need no adding."""
         made = dict.fromkeys(("turns", "tickets", "copies"), self.ordered) | {"releases": self.dependent}
+        made |= {"ranges": self.tile, "band": self.band} if self.chained else {}
         return BwdPre(self.arch, self.dtype, self.value_depth, self.tile, self.depth, **made, fragments=True)
 
     @property
@@ -211,9 +216,9 @@ class Plan(Backward):
         return (1 if self.band else 2) * (2 if self.inner + self.inner_value <= 128 else 1)
 
     def extents(self, shapes: dict[str, int]) -> dict[str, int]:
-        """All symbols of one call, from B, T, S, N and K. M: query tiles; C: copies of dQ."""
+        """All symbols of one call, from B, T, S, N and K. M: query tiles; L: key tiles; C: copies of dQ."""
         tiles = up(shapes["T"], self.tile), up(shapes["S"], self.tile)
-        made = {**shapes, **value_extents(shapes["B"]), "M": tiles[0]}
+        made = {**shapes, **value_extents(shapes["B"]), "M": tiles[0], "L": tiles[1]}
         if self.ordered:
             size = 4 * shapes["B"] * shapes["N"] * tiles[0] * self.tile * self.depth
             made["C"] = copies(self.copies, size, shapes["B"] * shapes["K"], tiles, self.band)
@@ -228,7 +233,7 @@ def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:
         store = name in ("dk", "dv")
         return rows_of(buffers[name], (plan.tile, plan.depth_of(name)), e, wide, store=store)
 
-    scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()))
+    scratch = ("stats", "work", *(("turns", "tickets") if plan.ordered else ()), *("ranges",) * plan.chained)
     ordered = ("C",) * plan.ordered
     main = Kernel(
         "backward",
@@ -270,6 +275,8 @@ def choose(problem: Problem, arch: str = "sm_100a") -> Plan:
         more = {"registers": UNEQUAL_REGISTERS}
     if spec.soft_cap:  # its temporaries want the registers that hold a row of dQ: 216 bytes spill else
         more = {"at_once": False, "registers": CAPPED_REGISTERS}
+    if spec.segments and spec.deterministic and problem.d > NATIVE_DEPTHS[0]:
+        more |= {"at_once": False}  # whom to wait for, beside a row of dQ: 20 to 68 bytes spill else
     if max(problem.d, problem.v) > 128:  # no room for a second Q, nor registers for 192 columns of dQ
         more |= {"query_stages": 1, "at_once": False}
         if not spec.soft_cap:

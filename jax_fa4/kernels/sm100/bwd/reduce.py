@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, const_expr
 
 from jax_fa4.kernels.sm100 import tmem
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SLICE
-from jax_fa4.kernels.sm100.bwd.turns import add, add_in_turn, give_turn, later, place, visited
+from jax_fa4.kernels.sm100.bwd.turns import add, add_in_turn, give_turn, later, looked, place, place_among, visited
 from jax_fa4.kernels.sm100.sync import after_wait, arrive_warp, before_arrive
 
 MEET = 2  # named barrier of the reduce warps
@@ -57,24 +57,36 @@ def _send(ctx, slot, rank, before):
             if const_expr(plan.ordered and s == 0):
                 flag = ctx.turns + slot
                 if before >= 0:
-                    add_in_turn((flag, ctx.turns + before), rank, to_slice, room, nbytes)
+                    add_in_turn((flag, ctx.turns + before), rank, to_slice, room, nbytes, name_of(ctx))
                 else:
-                    add_in_turn((flag, None), rank, to_slice, room, nbytes)
+                    add_in_turn((flag, None), rank, to_slice, room, nbytes, name_of(ctx))
             else:
                 add(to_slice, room, nbytes, rank)
+
+
+def name_of(ctx):
+    """The CTA's name where turns are told by name, else None."""
+    return ctx.tile if ctx.plan.chained else None
+
+
+def place_of(ctx, m, within):
+    """(copy of dQ, what its count says at the CTA's turn) at query tile m."""
+    return place_among(ctx, m, within) if ctx.plan.chained else place(ctx, ctx.tile, m, ctx.plan.tile)
 
 
 @cute.jit
 def reduce(ctx):
     plan = ctx.plan
-    n, before = Int32(0), Int64(-1)
+    n, before, within = Int32(0), Int64(-1), None
+    if const_expr(plan.chained):
+        within = looked(ctx)
     for g in cutlass.range(ctx.group, unroll=1):
         line = (ctx.batch.to(Int64) * ctx.heads + ctx.kv_head * ctx.group + g) * ctx.tiles
         for i in cutlass.range(ctx.first, ctx.last, unroll=1):
             m, rank = visited(ctx, i), None
             slot = line + m
             if const_expr(plan.ordered):
-                copy, rank = place(ctx, ctx.tile, m, plan.tile)
+                copy, rank = place_of(ctx, m, within)
                 slot = slot * ctx.copies + copy
             cute.arch.mbarrier_wait(ctx.full["dq"], n & 1)
             after_wait()
@@ -83,6 +95,6 @@ def reduce(ctx):
     if ctx.thread == 0:
         if const_expr(plan.ordered):
             if before >= 0:
-                give_turn(ctx.turns + before, 0)
+                give_turn(ctx.turns + before, 0, name_of(ctx))
         else:
             cute.arch.cp_async_bulk_wait_group(0)

@@ -5,8 +5,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from jax_fa4.kernels.common.copies import add_bulk, put_bulk
-from jax_fa4.kernels.common.tiles import key_tiles
-from jax_fa4.kernels.sm100.bwd.order import turn, visit
+from jax_fa4.kernels.common.tiles import key_tiles, up
+from jax_fa4.kernels.sm100.bwd import chain
+from jax_fa4.kernels.sm100.bwd.chain import give
+from jax_fa4.kernels.sm100.bwd.order import lane, leg, turn, visit, visit_among
 
 
 @cute.jit
@@ -22,6 +24,8 @@ def visited(ctx, i):
     """The query tile that the CTA visits in place of i, of [first, last); the same that `after` leads to."""
     if const_expr(not ctx.plan.ordered):
         return i
+    if const_expr(ctx.plan.chained):
+        return visit_among(i, (ctx.first, ctx.last), ctx.course, ctx.plan.band, cutlass.min, cutlass.max)
     return visit(i, (ctx.first, ctx.last), ctx.course, ctx.plan.band, cutlass.min, cutlass.max)
 
 
@@ -32,11 +36,14 @@ def later(place, count, places):
 
 
 @cute.jit
-def give_turn(flag, others: cutlass.Constexpr):
+def give_turn(flag, others: cutlass.Constexpr, name=None):
     """The next key tile may add to this place: all but the thread's last `others` bulk additions are complete, not only
-    read."""
+    read. name: the key tile, where turns are told by name."""
     cute.arch.cp_async_bulk_wait_group(others)
-    cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+    if const_expr(name is not None):
+        give(flag, name)
+    else:
+        cute.arch.red(flag, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
 
 
 @cute.jit
@@ -52,8 +59,9 @@ def add(to, source, nbytes: cutlass.Constexpr, rank):
 
 
 @cute.jit
-def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr):
-    """A step's first addition, when `wanted` CTAs have added to its place.
+def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr, name=None):
+    """A step's first addition, when `wanted` CTAs have added to its place; or, as key tile `name`, when the one before
+    it has (sm100/bwd/chain.py), whose name `wanted` is.
 
     flags: (of the place, of the step before or None). The turn of the step before is given up only here, so that its
     additions complete while this step is made: at once if this one must wait, else when it has begun. Waits are for
@@ -61,17 +69,24 @@ def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr):
     """
     flag, before = flags
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-    at_once = now >= wanted  # more: the other CTA of a pair has added its half
+    if const_expr(name is None):
+        at_once = now >= wanted  # more: the other CTA of a pair has added its half
+    else:
+        at_once = now == wanted
     if const_expr(before is not None):
         if not at_once:
-            give_turn(before, 0)
-    while now < wanted:
-        now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+            give_turn(before, 0, name)
+    if const_expr(name is None):
+        while now < wanted:
+            now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    else:
+        while now != wanted:
+            now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
     add(to, source, nbytes, wanted)
     if const_expr(before is not None):
         if at_once:
-            give_turn(before, 1)
+            give_turn(before, 1, name)
 
 
 @cute.jit
@@ -80,3 +95,32 @@ def place(ctx, tile, m, keys: cutlass.Constexpr):
     plan = ctx.plan
     seen = key_tiles(m, (plan.tile, keys), ctx.band, plan.band, cutlass.min, cutlass.max)
     return turn(tile, m, seen, ctx.course, ctx.copies, plan.band, cutlass.min, cutlass.max)
+
+
+def _leg(ctx):
+    """What chain.before asks of a key tile, its range and a query tile: on which leg of its way it comes there."""
+    if ctx.plan.band:
+        return None
+    return lambda tile, visits, m: leg(tile, visits, m, ctx.course, cutlass.min, cutlass.max)
+
+
+def _way(ctx):
+    """From a key tile to the one before it that adds to the same copies of dQ."""
+    _, apart = lane(ctx.tile, 0, ctx.copies, ctx.plan.band, cutlass.max)
+    return apart * (1 - 2 * ctx.course.rising)
+
+
+def looked(ctx):
+    """Whom the CTA may have to wait for, see chain.reach; by whole warps."""
+    after = up(ctx.keys, ctx.plan.tile) - 1 - ctx.tile
+    _, apart = lane(ctx.tile, 0, ctx.copies, ctx.plan.band, cutlass.max)
+    others = (after + ctx.course.rising * (ctx.tile - after)) // apart
+    return chain.reach(ctx.ranges, ctx.tile, (ctx.first, ctx.last), _way(ctx), others)
+
+
+def place_among(ctx, m, within):
+    """(copy of dQ, what its count says at the CTA's turn) at query tile m, among segments. within: what `looked`
+    found."""
+    again = 0 if ctx.plan.band else _leg(ctx)(ctx.tile, (ctx.first, ctx.last), m)
+    copy, _ = lane(ctx.tile, again, ctx.copies, ctx.plan.band, cutlass.max)
+    return copy, chain.before(ctx.ranges, ctx.tile, m, _way(ctx), within, _leg(ctx))
