@@ -246,11 +246,21 @@ VARIANTS = [
     {"rows": 64, "parts": 1, "workers": 0, "dependent": True},
     {"workers": 3, "deterministic": True, "section": 1},
     {"rows": 128, "turns": False, "workers": 3, "late": True, "kept": 4},
+    {"rows": 128, "turns": False, "workers": 3, "late": True, "early": True},
     {"rows": 64, "values_first": True, "early": True, "late": True, "workers": 0},
     FINISHES | {"section": 1},
     FINISHES | {"clears": True},
     {"each_lane": True},
 ]
+
+
+@pytest.mark.parametrize("workers", [2, 0])
+def test_long_calls_without_a_band_read_the_lse_early(workers):
+    """The form that `choose` takes beyond 2048 keys at depth 128, here of short ones."""
+    long = Case("long", b=1, t=4096, s=4096, n=2, k=1, d=128)
+    case = Case("early", b=2, t=150, s=200, n=2, k=1, d=128, q_lens=(90, 150), kv_lens=(170, 200))
+    plan, _ = passes(case, seed=workers, workers=workers, early=True)
+    assert plan.by_fours and replace(plan, workers=132) == plan_of(long)
 
 
 def test_apart_frees_queries_by_each_lane():

@@ -21,7 +21,9 @@ MEASURED: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...]] 
     # 313, 478; cuDNN 207, 337, its own 312, 461. In turns 307 at 1k; in step 464 at 4k; not late 305, 471
     (True, True, False): ((2048, _STEP), (8192, _WORKERS | {"late": True}), (0, _WORKERS)),
     # 476, 595, 612; cuDNN 354, 482, 525, its own 464, 577, 615. Nothing kept 459, 566, 591; in turns 467, 562, 596
-    (False, False, False): ((0, _STEP | {"kept": 2}),),
+    # With an early LSE, timed since at 4k and 16k beside the form before and its own: 572, 600; 551, 587; 551, 602
+    # (2026-11-30_h200_settled_variants.txt)
+    (False, False, False): ((2048, _STEP | {"kept": 2}), (0, _STEP | {"kept": 2, "early": True})),
     # 342, 508, 608; cuDNN 252, 399, 505, its own 335, 505, 585. In step 345, 493, 567; values last, LSE late 578 at 16k
     # In step with two kept, timed since: 347, 517, 583, in turns 338, 510, at 16k as below 579, its own 339, 493, 571
     (False, True, False): ((8192, _STEP | {"kept": 2}), (0, {"values_first": True, "early": True})),

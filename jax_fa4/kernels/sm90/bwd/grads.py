@@ -199,17 +199,22 @@ def tile_step(ctx, h, m, places, line, begun):
     plan = ctx.plan
     q_at, dout_at, turn_at, buffer = places
     clear_queries(ctx, h, m, q_at, dout_at)
+    if const_expr(plan.early):  # loads behind it wait for what S and dP read: 0.97 of the speed
+        wait(ctx.full["q"], q_at)
+        lse = statistics(ctx, h, q_at.index, 0)
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
     announce_older(ctx, turn_at, begun)
     late, kept = plan.crowded, plan.kept > 0
-    if const_expr(kept and not late):  # delta beside exp2, which needs fewer registers
+    if const_expr(plan.early):
+        pass
+    elif const_expr(kept and not late):  # delta beside exp2, which needs fewer registers
         lse = statistics(ctx, h, q_at.index, 0)
     elif const_expr(not late):
         lse, delta = statistics(ctx, h, q_at.index, 0), statistics(ctx, h, q_at.index, 1)
     warpgroup.wait_group(1)  # S
     mask(ctx, h, m)
-    if const_expr(late):  # read only now
+    if const_expr(late and not plan.early):  # read only now
         lse = statistics(ctx, h, q_at.index, 0)
     weigh(ctx, h, lse)
     hold(ctx, dout_at)
@@ -409,6 +414,14 @@ def lagged_steps(ctx, h):
         warpgroup.wait_group(0)
 
 
+def alike(plan, places):
+    """With `early` the rings of two stages, which move together but for dQ's, are counted once."""
+    if plan.early and plan.query_stages == plan.dout_stages == DS_BUFFERS:
+        q_at, _, turn_at, _ = places
+        return q_at, q_at, turn_at, q_at
+    return places
+
+
 def onward(plan, q_at, dout_at, turn_at, buffer):
     """Each a place further."""
     return (
@@ -430,18 +443,18 @@ def steps(ctx, h, places):
         for a in cutlass.range(outer, unroll=1):
             for b in cutlass.range(inner, unroll=1):
                 _, i = within(ctx, a, b)
-                tile_step(ctx, h, visit(ctx, i), (q_at, dout_at, turn_at, buffer), line, begun)
+                tile_step(ctx, h, visit(ctx, i), alike(plan, (q_at, dout_at, turn_at, buffer)), line, begun)
                 begun = cutlass.Boolean(True)
                 q_at, dout_at, turn_at, buffer = onward(plan, q_at, dout_at, turn_at, buffer)
     else:
         for _ in cutlass.range(ctx.group, unroll=1):
             for m in cutlass.range(ctx.first, ctx.last, unroll=1):
-                tile_step(ctx, h, m, (q_at, dout_at, turn_at, buffer), line, begun)
+                tile_step(ctx, h, m, alike(plan, (q_at, dout_at, turn_at, buffer)), line, begun)
                 begun = cutlass.Boolean(True)
                 q_at, dout_at, turn_at, buffer = onward(plan, q_at, dout_at, turn_at, buffer)
             line = line + ctx.tiles
     announce_older(ctx, turn_at, begun)
-    return q_at, dout_at, turn_at, buffer
+    return alike(plan, (q_at, dout_at, turn_at, buffer))
 
 
 @cute.jit

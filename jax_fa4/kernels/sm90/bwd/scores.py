@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, const_expr
 
 from jax_fa4.kernels.common.ring import arrive
 from jax_fa4.kernels.common.tiles import all_keys_visible
+from jax_fa4.kernels.passes.plan import FRAGMENT
 from jax_fa4.kernels.sm90.bwd.segments import hide_others
 from jax_fa4.kernels.sm90.rows import LOG2_E, by_row, column_of
 from jax_fa4.mask import queries_seeing
@@ -63,6 +64,12 @@ def statistics(ctx, h, stage, which: cutlass.Constexpr):
     """LSE in base 2 (0) or delta (1) of the thread's columns, in the order of an accumulator row."""
     plan = ctx.plan
     found = cute.make_rmem_tensor(cute.make_layout((2, plan.rows // 8)), Float32)
+    if const_expr(plan.by_fours):
+        fours = cute.make_layout((4, plan.rows // FRAGMENT))
+        of = ctx.held + (stage * (2 * plan.rows) + which * plan.rows + 4 * (ctx.thread % 4))
+        source = cute.make_tensor(of.align(16), cute.make_layout(fours.shape, stride=(1, FRAGMENT)))
+        cute.autovec_copy(source, cute.make_tensor(found.iterator, fours))
+        return found
     at = stage * (2 * plan.rows) + which * plan.rows + 2 * (ctx.thread % 4)
     source = (ctx.held + at).align(8)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, plan.rows // 8), stride=(1, 8))), found)
