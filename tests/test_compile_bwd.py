@@ -246,7 +246,7 @@ VARIANTS = [
     {"rows": 64, "parts": 1, "workers": 0, "dependent": True},
     {"workers": 3, "deterministic": True, "section": 1},
     {"rows": 128, "turns": False, "workers": 3, "late": True, "kept": 4},
-    {"rows": 64, "values_first": True, "early": True, "late": True, "workers": 0},
+    {"rows": 64, "turns": True, "values_first": True, "early": True, "late": True, "workers": 0},
     FINISHES | {"section": 1},
     FINISHES | {"clears": True},
     {"each_lane": True},

@@ -205,7 +205,7 @@ def tile_step(ctx, h, m, places, line, begun):
     start_scores(ctx, h, q_at)
     start_slopes(ctx, h, dout_at)
     announce_older(ctx, turn_at, begun)
-    late, kept = plan.crowded, plan.kept > 0
+    late, kept = plan.crowded, plan.kept > 0 or plan.early
     if const_expr(plan.early):
         pass
     elif const_expr(kept and not late):  # delta beside exp2, which needs fewer registers

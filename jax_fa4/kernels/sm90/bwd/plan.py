@@ -134,8 +134,8 @@ class Plan:
 
     @property
     def by_fours(self) -> bool:
-        """Whether statistics of 16 queries are loaded at a time, 16 bytes a lane. D128 full in step: without an early LSE
-        0.96 to 0.98 of the speed, and three or four steps of V in registers spill with it."""
+        """Whether statistics of 16 queries are loaded at once, 16 bytes a lane. D128 full in step: 0.96 to 0.98 of the
+        speed without an early LSE, and three or four steps of V in registers spill with it."""
         return self.early and not self.turns
 
     @property
