@@ -141,20 +141,25 @@ def flat(places):
     return [(line, m, 0) for line, m, _ in places]
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_larger_calls_end_with_any_number_of_ctas(seed):
-    rng = random.Random(seed)
-    work, resident = tickets(*drawn(rng)), rng.randint(1, 12)
+def run_at_random(work, resident, rng):
+    """Events in some order, to the end: (how many added, by place; who did, one after the other, by place)."""
     state, order = (0, frozenset(), ()), collections.defaultdict(list)
     while state[0] < len(work) or state[2]:
         ahead = list(steps(state, resident, work))
-        assert ahead, (seed, state)
+        assert ahead, state
         *state, added = rng.choice(ahead)
         state = tuple(state)
         if added:
             order[added[1]].append(added[0])
+    return state[1], order
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_larger_calls_end_with_any_number_of_ctas(seed):
+    rng = random.Random(seed)
+    added, order = run_at_random(tickets(*drawn(rng)), rng.randint(1, 12), rng)
     assert all(line == sorted(line) for line in order.values()), "of a place, in the order of tickets"
-    assert dict(state[1]) == {place: len(line) for place, line in order.items()}
+    assert dict(added) == {place: len(line) for place, line in order.items()}
 
 
 def test_directions_and_shifts():

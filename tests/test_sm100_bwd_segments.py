@@ -14,7 +14,7 @@ from compare import check
 from problems import Case
 from test_emulated_sm100_bwd import backward, plan_of
 from test_sm90_segments import table, with_ids
-from test_sm100_bwd_order import SIZE, drawn, search, steps
+from test_sm100_bwd_order import SIZE, drawn, run_at_random, search
 
 from jax_fa4.kernels.common.tiles import up
 from jax_fa4.kernels.sm100.bwd.order import among, lane, leg, placed, visit_among, walk
@@ -74,15 +74,8 @@ def random_call(rng):
 @pytest.mark.parametrize("seed", range(200))
 def test_turns_by_name_are_those_of_the_tickets_and_end_with_any_number_of_ctas(seed):
     rng = random.Random(seed)
-    work, resident = tickets(*random_call(rng)), rng.randint(1, 12)
-    state, order = (0, frozenset(), ()), collections.defaultdict(list)
-    while state[0] < len(work) or state[2]:
-        ahead = list(steps(state, resident, work))
-        assert ahead, (seed, state)
-        *state, added = rng.choice(ahead)
-        state = tuple(state)
-        if added:
-            order[added[1]].append(added[0])
+    work = tickets(*random_call(rng))
+    _, order = run_at_random(work, rng.randint(1, 12), rng)
     assert all(line == sorted(line) for line in order.values())
     assert sum(map(len, order.values())) == sum(len(places) for places, _ in work)
 
