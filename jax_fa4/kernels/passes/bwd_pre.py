@@ -7,11 +7,11 @@ from cutlass.memory import SmemAllocator
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up, work_item
 from jax_fa4.kernels.passes.plan import ahead, bind, in_fragments
-from jax_fa4.mask import Band
 
 LOG2_E = 1.4426950408889634
 
@@ -44,19 +44,11 @@ def clear(work, thread, plan: cutlass.Constexpr):
             cute.autovec_copy(zero, cute.make_tensor((work + at).align(16), cute.make_layout(4)))
 
 
-def band_of(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
-
-
 @cute.jit
 def clear_unseen(dq, place, ints, sizes, plan: cutlass.Constexpr):
     """Zeroes dQ of a query tile that sees no key tile. place: (tile, head, batch); sizes: (queries, heads, keys)."""
     (tile, head, batch), (queries, heads, keys) = place, sizes
-    band = band_of(ints, batch, queries, keys)
+    band = example_band(ints, batch, queries, keys)
     first, last = key_tiles(tile, (plan.rows, plan.unseen), band, plan.band, cutlass.min, cutlass.max)
     if last <= first:
         zero = cute.make_rmem_tensor(8, DTYPES[plan.dtype])
@@ -93,7 +85,7 @@ def lay_ranges(ranges, place, ints, sizes, ids, plan: cutlass.Constexpr):
     """
     (tile, head, batch), (queries, heads, keys, tiles) = place, sizes
     space = SmemAllocator().allocate_array(Int32, plan.threads // 8)
-    band, size = band_of(ints, batch, queries, keys), (plan.rows, plan.ranges)
+    band, size = example_band(ints, batch, queries, keys), (plan.rows, plan.ranges)
     ids = (ids[0] + batch.to(Int64) * queries, ids[1] + batch.to(Int64) * keys)
     key_tiles = up(keys, plan.ranges)
     for n in cutlass.range(head * tiles + tile, key_tiles, heads * tiles, unroll=1):

@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.segments import narrowed
 from jax_fa4.kernels.common.tiles import query_tiles, sectioned, up, work_item
@@ -25,7 +26,7 @@ from jax_fa4.kernels.sm100.bwd.chain import range_of, ranges_of
 from jax_fa4.kernels.sm100.bwd.compute import compute
 from jax_fa4.kernels.sm100.bwd.context import Context
 from jax_fa4.kernels.sm100.bwd.load import load
-from jax_fa4.kernels.sm100.bwd.mask import example_band, soft_cap
+from jax_fa4.kernels.sm100.bwd.mask import soft_cap
 from jax_fa4.kernels.sm100.bwd.mma import multiply
 from jax_fa4.kernels.sm100.bwd.order import among, course, placed, plain
 from jax_fa4.kernels.sm100.bwd.plan import GROUP, SECTION, WARP, bind

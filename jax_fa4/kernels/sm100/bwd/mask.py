@@ -7,20 +7,11 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.tiles import all_keys_visible
-from jax_fa4.mask import Band, keys_seen, queries_seeing
+from jax_fa4.mask import keys_seen, queries_seeing
 
 WORD = 32  # columns whose visibility one register holds
 ROWS = 4  # keys of a thread in a fragment, eight lanes apart
 FAR = 1 << 30
-
-
-@cute.jit
-def example_band(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
 
 
 def soft_cap(plan, floats):

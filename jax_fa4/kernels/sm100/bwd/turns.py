@@ -58,6 +58,11 @@ def add(to, source, nbytes: cutlass.Constexpr, rank):
         add_bulk(to, source, nbytes)
 
 
+def come(now, wanted, name):
+    """Whether a flag that says `now` tells that it is the turn of who waits for `wanted`; name: see `give_turn`."""
+    return now == wanted if name is not None else now >= wanted  # more: the other CTA of a pair has added its half
+
+
 @cute.jit
 def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr, name=None):
     """A step's first addition, when `wanted` CTAs have added to its place; or, as key tile `name`, when the one before
@@ -69,19 +74,12 @@ def add_in_turn(flags, wanted, to, source, nbytes: cutlass.Constexpr, name=None)
     """
     flag, before = flags
     now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-    if const_expr(name is None):
-        at_once = now >= wanted  # more: the other CTA of a pair has added its half
-    else:
-        at_once = now == wanted
+    at_once = come(now, wanted, name)
     if const_expr(before is not None):
         if not at_once:
             give_turn(before, 0, name)
-    if const_expr(name is None):
-        while now < wanted:
-            now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-    else:
-        while now != wanted:
-            now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    while not come(now, wanted, name):
+        now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async.global")  # what was acquired comes before the bulk addition, which is another proxy's
     add(to, source, nbytes, wanted)
     if const_expr(before is not None):

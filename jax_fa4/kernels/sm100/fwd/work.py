@@ -11,23 +11,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.parts import ITEM_BYTES
 from jax_fa4.kernels.common.ring import Place
 from jax_fa4.kernels.common.tiles import sectioned, up, work_item
 from jax_fa4.kernels.sm100.fwd.mask import halves, visited
-from jax_fa4.mask import Band
 
 SECTION_BYTES = 60 << 20  # of K and V that are met together: half of the 126 MB of L2 of a B200
-
-
-def example_band(plan, ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]; no sides in a plan without a band."""
-    mine = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[mine + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[mine + VALUES.kv_len], keys), 0)
-    if not plan.band:
-        return Band(None, None, None, q_len, kv_len)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[mine + VALUES.offset], q_len, kv_len)
 
 
 def item(ctx, index):
@@ -47,7 +37,7 @@ def place(ctx, index, given):
     plan = ctx.plan
     ints, q_segments, kv_segments, lse, space, (part, this, parts) = given
     tile, head, batch = item(ctx, index)
-    band, segments = example_band(plan, ints, batch, ctx.queries, ctx.keys), None
+    band, segments = example_band(ints, batch, ctx.queries, ctx.keys, banded=plan.band), None
     if const_expr(plan.segments):
         segments = (q_segments + batch.to(Int64) * ctx.queries, kv_segments + batch.to(Int64) * ctx.keys)
     line, counted = batch.to(Int64) * ctx.lines + head, True

@@ -6,20 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from jax_fa4.ffi.buffers import VALUES
+from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.ring import wait
 from jax_fa4.kernels.common.tiles import query_tiles, up
 from jax_fa4.kernels.sm90.bwd import order
 from jax_fa4.kernels.sm90.bwd.plan import sectioned
 from jax_fa4.mask import Band
-
-
-def example_band(ints, batch, queries, keys, ends):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]. ends: (left, right)."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(*ends, ints[at + VALUES.offset], q_len, kv_len)
 
 
 def visit(ctx, i):

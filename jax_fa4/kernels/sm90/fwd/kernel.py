@@ -16,6 +16,7 @@ from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.combine import combine
 from jax_fa4.kernels.common.copies import init_barriers, make_barriers, settle, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.parts import ITEM_BYTES, labelled
 from jax_fa4.kernels.common.ring import start, step
 from jax_fa4.kernels.common.segments import narrow
@@ -26,7 +27,6 @@ from jax_fa4.kernels.sm90.fwd.load import load
 from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of
 from jax_fa4.kernels.sm90.rows import LOG2_E, power_of_two
 from jax_fa4.kernels.sm90.wgmma import swizzled
-from jax_fa4.mask import Band
 
 FIRST_PARITY = {"load": 1, "math": 0}  # of a role's first waits
 SECTION_BYTES = 24 << 20  # of K and V that are met together: half of the 50 MB of L2 of an H100 or H200
@@ -56,14 +56,6 @@ def shared_tensors(plan, memory):
         form = layout(plan, plan.keys, depth, plan.stages)
         made[name] = memory.allocate_tensor(dtype, form.outer, byte_alignment=1024, swizzle=form.inner)
     return made
-
-
-def example_band(ints, batch, queries, keys):
-    """The run-time Band of one example, its lengths inside [0, T] and [0, S]."""
-    at = VALUES.example(batch)
-    q_len = cutlass.max(cutlass.min(ints[at + VALUES.q_len], queries), 0)
-    kv_len = cutlass.max(cutlass.min(ints[at + VALUES.kv_len], keys), 0)
-    return Band(ints[VALUES.left], ints[VALUES.right], ints[at + VALUES.offset], q_len, kv_len)
 
 
 def place(ctx, work, memory):

@@ -17,12 +17,13 @@ from cutlass.memory import SmemAllocator
 from jax_fa4.ffi.buffers import VALUES
 from jax_fa4.kernels.common.copies import make_barriers, tensor_map
 from jax_fa4.kernels.common.dtypes import DTYPES
+from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.parts import labelled
 from jax_fa4.kernels.common.segments import narrow, narrowed
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, sectioned, up, work_item
 from jax_fa4.kernels.passes import bwd_pre
 from jax_fa4.kernels.sm100 import tmem as tensor_memory
-from jax_fa4.kernels.sm100.bwd.mask import example_band, soft_cap
+from jax_fa4.kernels.sm100.bwd.mask import soft_cap
 from jax_fa4.kernels.sm100.bwd.pair import products
 from jax_fa4.kernels.sm100.bwd.pair.kernel import init_barriers
 from jax_fa4.kernels.sm100.bwd.plan import SECTION
