@@ -13,7 +13,6 @@ from jax_fa4.kernels.sm100.fwd.rows import put_part, sink_of
 from jax_fa4.kernels.sm100.sync import after_wait, before_arrive
 
 CHUNK = 16  # columns of O in registers at a time; more would not fit beside the other roles' shares
-WIDE = 32  # likewise at the end
 LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 
 
@@ -77,22 +76,22 @@ def deliver(ctx, s: cutlass.Constexpr, thread, sums, done):
     after_wait()
     kind = DTYPES[plan.dtype]
     row = None if const_expr(plan.splits) else ctx.out[2][thread, None, s]
-    for c in cutlass.range_constexpr(0, plan.inner_value, WIDE):
-        line = tmem.read(ctx.tmem + plan.at("o", s) + c, WIDE, thread)
+    for c in cutlass.range_constexpr(0, plan.inner_value, plan.last_columns):
+        line = tmem.read(ctx.tmem + plan.at("o", s) + c, plan.last_columns, thread)
         tmem.loaded()
-        if const_expr(plan.workers > 0 and c + WIDE == plan.inner_value):
+        if const_expr(plan.workers > 0 and c + plan.last_columns == plan.inner_value):
             if ctx.turn + 1 < ctx.turns:
                 before_arrive()
                 join(ctx, ctx.full["probs"] + s)  # O is free for the next pair
         _times(line, factor)
-        for j in cutlass.range_constexpr(WIDE):
+        for j in cutlass.range_constexpr(plan.last_columns):
             line[j] = Float32(0) if dead else line[j]
         if const_expr(plan.splits):
             put_part(ctx, query_tile(ctx, s) * plan.tile + thread, line, c)
         else:
-            half = cute.make_rmem_tensor(WIDE, kind)
+            half = cute.make_rmem_tensor(plan.last_columns, kind)
             half.store(line.load().to(kind))
-            for j in cutlass.range_constexpr(0, WIDE, 8):  # 16 bytes
+            for j in cutlass.range_constexpr(0, plan.last_columns, 8):  # 16 bytes
                 part = cute.make_tensor(half.iterator + j, cute.make_layout(8))
                 cute.autovec_copy(part, cute.local_tile(row, (8,), ((c + j) // 8,)))
     if const_expr(not plan.splits):

@@ -282,6 +282,13 @@ class Plan:
         return self.share.first <= column // quarter < 3 and place >= self.share.period - self.share.count
 
     @property
+    def last_columns(self) -> int:
+        """Of O in registers of the correction group at a time, when it leaves. With a soft cap that group has few (see
+        `choose`): beside 32 columns and their 16-bit copies 4 to 32 bytes of what outlives them spill with segments, or
+        where rows are put one by one and have sinks (ptxas of DSL 4.8.1, 2026-11-30)."""
+        return 16 if self.soft_cap and (self.segments or self.splits and self.sinks) else 32
+
+    @property
     def emulated_columns(self) -> int:
         """Of the tile's columns."""
         return sum(2 * self.emulated(c) for c in range(0, self.tile, 2))

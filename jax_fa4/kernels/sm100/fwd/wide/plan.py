@@ -92,6 +92,11 @@ class Wide(Plan):
         return "v"
 
     @property
+    def last_columns(self) -> int:
+        """Its correction group has registers for as many."""
+        return 32
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         n, half = self.tile, self.tile // 2
         why = "a row of P is stored after its thread has loaded the row of S; the next S there is issued after P V"
