@@ -84,6 +84,19 @@ def test_segments_with_everything_else(seed):
     passes(SEGMENTS, "float16", seed)
 
 
+OUT_BY_16 = {
+    "a cap": Case("segments_cap", b=2, t=200, s=260, n=1, k=1, soft_cap=4.0, segments=3, kv_lens=(260, 130)),
+    "sinks": Case("segments_sinks", b=2, t=140, s=260, n=1, k=1, d=192, v=104, sinks=True, segments=3, q_lens=(140, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OUT_BY_16)
+def test_outputs_that_leave_by_16_columns(name):
+    plan = plan_of(OUT_BY_16[name])
+    assert plan.last_columns == 16 and not plan.splits
+    passes(OUT_BY_16[name], "float16" if name == "a cap" else "bfloat16", seed=1)
+
+
 def test_a_warp_of_two_segments_meets_blocks_of_one():
     """Each key block is of one segment, the rows of a warp are not: still masked."""
     case = Case("mixed_rows", b=1, t=100, s=256, n=1, k=1, segments=2)
@@ -266,6 +279,7 @@ FEW = {
     "one query": Case("decode", b=2, t=1, s=900, n=8, k=2, d=128, kv_lens=(900, 0)),
     "some, sinks": Case("decode_3", b=2, t=3, s=700, n=6, k=2, causal=True, bottom_right=True, sinks=True,
                         kv_lens=(690, 300)),
+    "sinks and a cap": Case("decode_cap", b=1, t=2, s=520, n=4, k=2, kv_lens=(500,), soft_cap=4.0, sinks=True),
     "a group of seven": Case("decode_60", b=1, t=60, s=520, n=7, k=1, d=72, v=40, window=(200, 3), bottom_right=True),
 }  # fmt: skip
 

@@ -283,10 +283,13 @@ class Plan:
 
     @property
     def last_columns(self) -> int:
-        """Of O in registers of the correction group at a time, when it leaves. With a soft cap that group has few (see
-        `choose`): beside 32 columns and their 16-bit copies 4 to 32 bytes of what outlives them spill with segments, or
-        where rows are put one by one and have sinks (ptxas of DSL 4.8.1, 2026-11-30)."""
-        return 16 if self.soft_cap and (self.segments or self.splits and self.sinks) else 32
+        """Of O in registers of the correction group at a time, when it leaves. Beside 32 and their 16-bit copies 4 to
+        32 bytes of what outlives them spill (ptxas of DSL 4.8.1, 2026-11-30): where a soft cap leaves that group few
+        registers (see `choose`), with segments, or where rows are put one by one and have sinks; and 12 bytes in
+        bfloat16 with segments and sinks, without a cap or a band, at depths above 64."""
+        capped = self.soft_cap and (self.segments or (self.splits and self.sinks))
+        deep = self.inner > 64 and self.segments and self.sinks and not self.band
+        return 16 if capped or deep else 32
 
     @property
     def emulated_columns(self) -> int:
