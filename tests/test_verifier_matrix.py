@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,8 @@ def test_a_verdict_of_another_kernel_is_told(committed, today):
     other = aged(entry | {"ptx": "0" * 16, "code": "before"}, r)
     assert other["stale"] == "the PTX has changed since"
     assert "stale" not in aged(other | {"ptx": entry["ptx"]}, r)
+    moved = replace(r, scene=replace(r.scene, offset=1))
+    assert aged(entry, moved)["stale"] == "the scene has changed since"
     before = {"same": entry | {"code": "before"}, "other": entry | {"ptx": "0" * 16, "code": "before"}, "gone": entry}
     said = {n: e.get("stale") for n, e in aged_all(before, {"same": r, "other": r}, 1).items()}
     assert said == {"same": None, "other": "the PTX has changed since", "gone": "no such run any more"}

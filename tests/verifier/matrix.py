@@ -45,8 +45,15 @@ def about(r: runs.Run) -> dict[str, Any]:
         "plan": repr(r.plan),
         "code": ledger.code_digest(r.plan.launcher),
         "ptx": digest_of(r.plan),
-        "scene": {k: v for k, v in asdict(r.scene).items() if v is not None and k not in ("name", "plan")},
+        "scene": scene_of(r),
     }
+
+
+def scene_of(r: runs.Run) -> dict[str, Any]:
+    """As JSON has it."""
+    return json.loads(
+        json.dumps({k: v for k, v in asdict(r.scene).items() if v is not None and k not in ("name", "plan")})
+    )
 
 
 def with_verdicts(entry: dict[str, Any], verdicts: dict[str, run.Verdict]) -> dict[str, Any]:
@@ -69,6 +76,8 @@ def aged(entry: dict[str, Any], r: runs.Run | None, digest: Callable = digest_of
     entry = {k: v for k, v in entry.items() if k != "stale"}
     if r is None:
         return entry | {"stale": "no such run any more"}
+    if entry["scene"] != scene_of(r):
+        return entry | {"stale": "the scene has changed since"}
     if ledger.same_text(entry, r.plan):
         return entry
     if digest(r.plan) != entry["ptx"]:

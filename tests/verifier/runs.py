@@ -32,6 +32,7 @@ class Scene:
     sides: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
     lengths: tuple[int, int] | None = None  # queries, keys
     rows: tuple[int, int] | None = None  # of the other side, first and last that segments leave; None = all
+    offset: int | None = None  # of the diagonal; None = 0
     plan: dict[str, Any] = field(default_factory=dict)  # fields that differ
 
 
@@ -80,7 +81,7 @@ def _forward(plan: Any) -> list[Scene]:
     if plan.workers:
         made.insert(1, Scene("two pairs in a CTA", sizes(span + 1, 200), KEPT))
     if plan.band and not plan.pair:
-        made.append(Scene("both halves left out", sizes(512, 512), DONE, (128, 0)))
+        made.append(Scene("each half leaves a block out", sizes(span, 512), DONE, (128, 0), offset=512 - span))
     return made
 
 
@@ -144,7 +145,7 @@ def built(plan: Any) -> str:
 
 def values(r: Run) -> dict[str, list]:
     e, scene = r.scene.sizes, r.scene
-    return {"ints": [*scene.sides, *(*(scene.lengths or (e["T"], e["S"])), 0) * e["B"]]}
+    return {"ints": [*scene.sides, *(*(scene.lengths or (e["T"], e["S"])), scene.offset or 0) * e["B"]]}
 
 
 def launched(r: Run, ptx: str | None = None) -> dict[str, Launch]:
