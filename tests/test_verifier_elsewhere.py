@@ -57,3 +57,14 @@ def test_a_run_is_packed_judged_and_taken(tmp_path, monkeypatch):
     ledger.LEDGER.unlink()
     elsewhere.take(folder)
     assert ledger.read()["runs"] == {}
+
+    # where the verifier itself fails nothing is known: it is judged again, and an older folder's word is not taken
+    del index[NAME]["files"]["another"]
+    (folder / "index.json").write_text(json.dumps(index))
+    ptx.write_bytes(b"no archive")
+    results.unlink()
+    _judge(folder, 150, 1, 140)
+    assert results.read_text() == ""
+    results.write_text(json.dumps({"run": NAME, "kernel": "forward", "result": "tool_failure"}))
+    elsewhere.take(folder)
+    assert ledger.read()["runs"] == {}

@@ -70,7 +70,7 @@ def take(folder: Path) -> int:
     taken = 0
     for name, had in verdicts.items():
         entry = {k: v for k, v in index[name].items() if k != "files"}
-        if set(had) == set(index[name]["files"]):
+        if set(had) == set(index[name]["files"]) and not run.failed(had):
             found["runs"][name] = matrix.with_verdicts({"date": date, **entry}, had)
             taken += 1
     print(f"{taken} runs taken, {len(verdicts) - taken} not whole:", matrix.written(found)["in all"])

@@ -26,11 +26,11 @@ def judged(name: str, kernel: str, files: list[str], timeout: int) -> dict[str, 
 
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "k.ptx")
-        ptx.write_bytes(lzma.decompress((HERE / files[0]).read_bytes()))
         try:
+            ptx.write_bytes(lzma.decompress((HERE / files[0]).read_bytes()))
             r = verify(str(ptx), input=str(HERE / files[1]), timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB)
         except Exception as error:  # a word about one must not end the others
-            r = {"result": f"{type(error).__name__}: {str(error)[:300]}"}
+            r = {"result": "tool_failure", "diagnostics": [{"message": f"{type(error).__name__}: {str(error)[:300]}"}]}
     return {"run": name, "kernel": kernel, **{k: r.get(k) for k in KEPT}, "diagnostics": r.get("diagnostics", [])[:4]}
 
 
@@ -54,6 +54,9 @@ def main() -> int:
             if r is None or (r["result"] == "timeout" and time.time() > until - 5):
                 continue
             found.append(r)
+            if r["result"] == "tool_failure":  # no word about the kernel: the next call judges it
+                print(r, file=sys.stderr)
+                continue
             to.write(json.dumps(r) + "\n")
             to.flush()
     kinds = {x: sum(r["result"] == x for r in found) for x in sorted({str(r["result"]) for r in found})}

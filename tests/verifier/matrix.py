@@ -66,8 +66,10 @@ def with_verdicts(entry: dict[str, Any], verdicts: dict[str, run.Verdict]) -> di
 
 def judged(r: runs.Run, timeout: int) -> dict[str, Any]:
     """An entry of the ledger."""
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return with_verdicts({"date": date, **about(r)}, runs.judge(r, timeout=timeout))
+    date, verdicts = datetime.datetime.now(datetime.UTC).date().isoformat(), runs.judge(r, timeout=timeout)
+    if run.failed(verdicts):  # once, of a process that somebody had killed
+        raise RuntimeError(f"the verifier itself failed: {verdicts}")
+    return with_verdicts({"date": date, **about(r)}, verdicts)
 
 
 def aged(entry: dict[str, Any], r: runs.Run | None, digest: Callable = digest_of) -> dict[str, Any]:

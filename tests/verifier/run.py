@@ -74,6 +74,11 @@ def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | 
     return verdict_of(r)
 
 
+def failed(verdicts: dict[str, Verdict]) -> bool:
+    """Whether the verifier itself gave up on one of a call's kernels, which is no word about it."""
+    return any(v.result == "tool_failure" for v in verdicts.values())
+
+
 def verdict_of(r: dict[str, Any]) -> Verdict:
     found = [
         f"{d.get('code')} at {d.get('line') or d.get('source_site')}: {str(d.get('message'))[:300]}"
