@@ -18,8 +18,10 @@ from launch import launches, to_emulator
 from problems import BY_NAME, DTYPES, Case, inputs
 
 from jax_fa4.kernels import select
+from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm90.bwd.order import alternating
 from jax_fa4.kernels.sm90.bwd.plan import bind, section_of
+from jax_fa4.mask import UNBOUNDED, Band
 from jax_fa4.spec import Problem
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
@@ -219,6 +221,30 @@ def test_heads_that_share_keys_visit_each_query_tile_one_after_the_other(case, t
     section = section_of(plan, -(-case.t // plan.rows), tiles, group)
     ways = [alternating(i, tiles, section, plan.workers) for i in range(tiles * case.k * case.b)]
     assert plan.alternates and group > 1 and set(ways) == {0, 1}
+
+
+ORDERED_SHARED = [
+    Case("d128", b=2, t=150, s=260, n=3, k=1, d=128, causal=True),
+    Case("d64", b=2, t=300, s=300, n=2, k=1, d=64, causal=True, q_lens=(300, 250), kv_lens=(250, 300)),
+    Case("window", b=1, t=300, s=280, n=4, k=2, d=64, window=(100, 0)),  # a head in reverse, nothing alternates
+]
+
+
+@pytest.mark.parametrize("case", ORDERED_SHARED, ids=lambda case: case.name)
+def test_turns_of_heads_that_share_keys_are_taken_once_and_sum_alike(case):
+    """Key tiles go down from the last queries or up from their diagonal, and the first keys have the first turns."""
+    sums = set()
+    for seed in (0, 1, 2):
+        alternate = {"alternates": True, "mirrored": 1, "workers": 2}
+        plan, memory = passes(case, deterministic=True, seed=seed, resident=2, **alternate)
+        counts = memory["turns"].reshape(case.b, case.n, -1)
+        for b, (q_len, kv_len) in enumerate(zip(*case.lengths, strict=True)):
+            left, right = case.window or (UNBOUNDED, 0)
+            for m in range(counts.shape[2]):
+                seen = key_tiles(m, (plan.rows, plan.keys), Band(left, right, 0, q_len, kv_len), True)
+                assert (counts[b, :, m] == seen[1] - seen[0]).all()
+        sums.add(memory["work"].tobytes())
+    assert len(sums) == 1
 
 
 SHARED = [

@@ -13,7 +13,7 @@ from jax_fa4.kernels import of_every_shape, select
 from jax_fa4.kernels.common.parts import SMEM_LIMIT
 from jax_fa4.kernels.common.tiles import key_tiles, query_tiles, up
 from jax_fa4.kernels.sm90.bwd.order import alternating, placed, together, turn, visited
-from jax_fa4.kernels.sm90.bwd.plan import SMS, Plan, bind, native, section_of, sectioned
+from jax_fa4.kernels.sm90.bwd.plan import SMS, Plan, abreast, bind, native, section_of, sectioned
 from jax_fa4.mask import UNBOUNDED, Band, visible
 from jax_fa4.spec import AttentionSpec, Problem, Unsupported
 
@@ -106,6 +106,48 @@ def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident
                 running.remove(item)
                 moved = True
         assert moved, (case, size, running, turns)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    bands(),
+    st.sampled_from(SIZES),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+    st.integers(1, 2),
+    st.integers(1, 7),
+    st.integers(1, 3),
+)
+def test_ordered_work_that_alternates_ends(case, size, resident, rng, reducers, workers, group):
+    """As above; some key tiles go down from the last queries and others up, and the first keys have the first turns."""
+    t, s, band = case
+    band = band._replace(left=UNBOUNDED)
+    tiles, heads, turns = up(s, size[1]), 5, {}
+    section = abreast(workers, tiles)
+    visits = [visits_of(t, s, size, band, True, rising) for rising in (0, 1)]
+    waiting, running = list(range(tiles * heads)), []
+    while waiting or running:
+        while waiting and len(running) < resident:
+            index = waiting.pop(0)
+            tile, head = sectioned(index, tiles, heads, section, False)
+            way = visits[alternating(index, tiles, section, workers)][tile]
+            running.append((tile, [(head, g, m) for m in way for g in range(group)]))
+        rng.shuffle(running)
+        moved = False
+        for tile, left in list(running):
+            for place in left[:reducers]:
+                if turns.get(place, 0) == turn(tile, key_tiles(place[2], size, band, True), 1):
+                    turns[place] = turns.get(place, 0) + 1
+                    left.remove(place)
+                    moved = True
+                    break
+            if not left:
+                running.remove((tile, left))
+                moved = True
+        assert moved, (case, size, running, turns)
+    for (_, _, m), count in turns.items():
+        first, last = key_tiles(m, size, band, True)
+        assert count == last - first
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -381,6 +423,23 @@ def test_calls_at_depth_128_are_in_step_with_two_kept_and_long_causal_ones_in_tu
         assert full.workers and full.kept == 2 and not full.turns
         assert causal.turns == (not causal.workers) == (length > 8192) == causal.early
         assert causal.kept == (2 if length <= 8192 else 0)
+
+
+def test_turns_of_heads_that_share_keys_go_head_by_head_where_that_was_faster():
+    """Timed at 32:4, 32:8 and 16:8 heads, depths 64 and 128."""
+    spec = AttentionSpec(band=True, deterministic=True)
+    for heads, kv_heads, depth, alternates in (
+        (32, 4, 128, 1),
+        (32, 8, 128, 1),
+        (16, 8, 128, 0),
+        (8, 8, 128, 0),
+        (32, 4, 64, 0),
+    ):
+        for length in (1024, 4096, 16384):
+            case = Problem(spec, 1, length, length, heads, kv_heads, depth, depth, "bfloat16", "bwd")
+            plan = select(case, "sm_90a")
+            assert plan.alternates == alternates and plan.mirrored and plan.workers, (plan, length)
+            assert not select(replace(case, spec=replace(spec, segments=True)), "sm_90a").alternates
 
 
 def test_kinds_that_were_not_timed_keep_what_registers_hold():

@@ -47,7 +47,12 @@ SHARED_KEYS: dict[tuple[bool, bool, bool], tuple[tuple[int, dict[str, Any]], ...
         (0, _WORKERS | _ALTERNATES),
     ),
     (False, True, False): ((0, _WORKERS | _ALTERNATES),),
+    # Of the plain form, with 32:4 heads at 1k, 4k, 8k and 16k: 0.96, 0.93, 0.95, 0.95, head by head 0.76, 0.81, 0.86,
+    # 0.90; 32:8 at 8k 0.90, 0.84. Not 16:8: at 2k 0.76, 1.00; nor D64: 32:4 at 4k 0.89, 0.90, at 16k 0.90, 0.94
+    # (2026-12-01_h200_ordered_shared_keys.json).
+    (False, True, True): tuple((longest, form | _ALTERNATES) for longest, form in MEASURED[False, True, True]),
 }
+ORDERED_GROUP = 4  # heads that share keys, from which on that holds with an order
 # The same of deeper ones, by (band, ordered). Of the plain form at D256 4k, D192 4k: 0.81, 0.80; without sections 0.64,
 # 0.59 (0.70, 0.66 if no turn is deferred). Causal, with heads in reverse: 0.57 to 0.74 at D256.
 DEEP: dict[tuple[bool, bool], dict[str, Any]] = {(False, True): {"section": 64, "defers": True}}
@@ -78,8 +83,8 @@ def measured(problem: Problem, any_shape: bool = False) -> dict[str, Any]:
     # With a soft cap 84 to 284 bytes spill, and at depths padded to 64 24 (DSL 4.8.1).
     crowded = alone or spec.soft_cap or (small and min(problem.d, problem.v) < 64)
     kind = (small, spec.band, spec.deterministic)
-    forms = SHARED_KEYS.get(kind, MEASURED[kind]) if problem.n != problem.k else MEASURED[kind]
-    for longest, more in forms:
+    share = problem.n // problem.k >= (ORDERED_GROUP if spec.deterministic else 2)
+    for longest, more in SHARED_KEYS.get(kind, MEASURED[kind]) if share else MEASURED[kind]:
         if longest == 0 or 0 < length <= longest:
             left_out = ("workers", "alternates") * alone + ("turns", "kept", "late", "values_first", "early") * crowded
             return fields | {name: value for name, value in more.items() if name not in left_out} | among

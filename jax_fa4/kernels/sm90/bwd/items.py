@@ -10,7 +10,7 @@ from jax_fa4.kernels.common.examples import example_band
 from jax_fa4.kernels.common.ring import wait
 from jax_fa4.kernels.common.tiles import query_tiles, up
 from jax_fa4.kernels.sm90.bwd import order
-from jax_fa4.kernels.sm90.bwd.plan import sectioned
+from jax_fa4.kernels.sm90.bwd.plan import abreast, sectioned
 from jax_fa4.mask import Band
 
 
@@ -22,6 +22,15 @@ def visit(ctx, i):
 def together(ctx):
     """See `order.together`."""
     return order.together(ctx.ends[0], ctx.keys)
+
+
+@cute.jit
+def first_keys_first(ctx):
+    """1 where of a query tile's key tiles the first has the first turn, else 0."""
+    rising = ctx.rising if ctx.plan.mirrored else 0
+    if const_expr(ctx.plan.alternates):
+        rising = Int32(1) if together(ctx) else rising
+    return rising
 
 
 @cute.jit
@@ -42,6 +51,23 @@ def within(ctx, a, b):
 
 
 @cute.jit
+def alternate(ctx, index, counts, otherwise):
+    """(key tile, line, rising) of a place in the order of work with `alternates`; otherwise: where a window hides keys.
+
+    counts: of key tiles, of lines.
+    """
+    (key_tiles, lines), plan, section = counts, ctx.plan, ctx.section
+    tile, line, rising = otherwise
+    if const_expr(plan.ordered):
+        section = abreast(plan.workers, key_tiles, cutlass.max)
+        first_tile, its_line = sectioned(index, key_tiles, lines, section, False, cutlass.min)
+        tile = first_tile if together(ctx) else tile
+        line = its_line if together(ctx) else line
+    way = order.alternating(index, key_tiles, section, plan.workers, cutlass.min)
+    return tile, line, (way if together(ctx) else rising)
+
+
+@cute.jit
 def placed(ctx, index):
     """The context at a place in the order of work.
 
@@ -59,8 +85,7 @@ def placed(ctx, index):
     else:
         tile, line = sectioned(index, key_tiles, lines, ctx.section, plan.ordered, cutlass.min)
     if const_expr(plan.alternates):
-        rising = order.alternating(index, key_tiles, ctx.section, plan.workers, cutlass.min)
-        rising = rising if together(ctx) else Int32(0)
+        tile, line, rising = alternate(ctx, index, (key_tiles, lines), (tile, line, rising))
     batch, kv_head = line // kv_heads, line % kv_heads
     band = example_band(ctx.ints, batch, ctx.queries, ctx.keys, ctx.ends)
     first, last = query_tiles(tile, (plan.rows, plan.keys), band, plan.band, cutlass.min, cutlass.max)

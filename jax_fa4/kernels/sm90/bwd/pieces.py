@@ -8,7 +8,7 @@ from jax_fa4.kernels.common.copies import add_bulk
 from jax_fa4.kernels.common.ring import arrive, step, wait
 from jax_fa4.kernels.common.tiles import key_tiles
 from jax_fa4.kernels.sm90.bwd.chain import before, give
-from jax_fa4.kernels.sm90.bwd.items import visit
+from jax_fa4.kernels.sm90.bwd.items import first_keys_first, visit
 from jax_fa4.kernels.sm90.bwd.order import turn
 
 
@@ -18,7 +18,7 @@ def rank_of(ctx, m):
     if plan.chained:
         return before(ctx, m)
     visitors = key_tiles(m, (plan.rows, plan.keys), ctx.band, plan.band, cutlass.min, cutlass.max)
-    return turn(ctx.tile, visitors, ctx.rising if plan.mirrored else 0)
+    return turn(ctx.tile, visitors, first_keys_first(ctx))
 
 
 def end_turn(ctx, flag):

@@ -88,7 +88,8 @@ class Plan:
             assert self.inner // self.groups // self.pieces % 32 == 0, self
         assert not self.defers or (self.ordered and self.apart), self
         assert self.mirrored == 0 or (self.ordered and self.band and (self.turns or self.apart)), self
-        assert not self.alternates or (self.workers and self.band and not (self.ordered or self.finishes)), self
+        assert not self.alternates or (self.workers and self.band and not self.finishes), self
+        assert not (self.alternates and self.ordered) or self.mirrored, "for windows, which do not alternate"
         if self.turns:
             assert self.groups == self.query_stages == self.dout_stages == DS_BUFFERS == 2, self
             assert not (self.lagged or self.held or self.direct), self
@@ -338,12 +339,17 @@ def section_of(plan: Any, query_tiles: Any, key_tiles: Any, group: Any, high: An
     tiles and the shortest, and nobody starts with a longest one at the end. No more data than head by head is in use.
     """
     if plan.workers and plan.band and not (plan.section or plan.ordered or plan.clears):
-        return high(plan.workers // high(key_tiles, 1), 1)
+        return abreast(plan.workers, key_tiles, high)
     step = plan.rows * (6 * plan.depth + 2 * plan.value_depth) // 1024  # KiB; dQ is float32
     held = plan.keys * (2 * plan.depth + 2 * plan.value_depth) // 1024
     visits = high(query_tiles * group, 1)
     few = 2 * SMS // visits if plan.section else 1
     return high(plan.section * 1024 // high(visits * step + key_tiles * held, 1), high(few, 1))
+
+
+def abreast(workers: int, key_tiles: Any, high: Any = max) -> Any:
+    """How many key heads' key tiles are all taken at once, at least one."""
+    return high(workers // high(key_tiles, 1), 1)
 
 
 def sectioned(index: Any, tiles: Any, heads: Any, section: Any, last_first: bool, low: Any = min) -> tuple[Any, Any]:
