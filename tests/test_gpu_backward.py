@@ -182,7 +182,7 @@ def bits(results: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "case", ["2,300,700,4,2,128", "2,700,300,4,4,64", "2,300,333,4,2,192,128", "1,300,333,2,1,256"]
+    "case", ["2,300,700,4,2,128", "2,300,700,8,2,128", "2,700,300,4,4,64", "2,300,333,4,2,192,128", "1,300,333,2,1,256"]
 )
 def test_deterministic_is_right_and_bitwise_equal(case: str, kind: str) -> None:
     options = KINDS[kind] | {"deterministic": True}
@@ -203,9 +203,9 @@ def check_deterministic(case: str, options: dict[str, Any]) -> None:
         assert np.linalg.norm(x - y) <= 4e-3 * max(np.linalg.norm(x), 1e-6), f"{name} differs from the unordered one"
 
 
+@pytest.mark.parametrize("case", ["2,300,700,4,2,128", "2,300,700,8,2,128"])
 @pytest.mark.parametrize("more", ["cap", "segments", "cap+sinks+segments"])
-def test_deterministic_extras(more: str) -> None:
-    case = "2,300,700,4,2,128"
+def test_deterministic_extras(more: str, case: str) -> None:
     check_deterministic(case, KINDS["causal"] | extra(more, case))
 
 

@@ -15,7 +15,7 @@ takes one time, L2 holds 25 MiB) 66 % of the tiles are not there when they are w
 heads of the group before the next one. The CTAs of a round start together: they go down from the last queries, and all
 are at the same ones until they reach their diagonal. They end one after the other, the first keys last. Who starts so,
 the first keys first, goes up from its diagonal: then again all are at the same queries, and end together. Missed: 6 %.
-With turns the same, and of a query tile's key tiles the first has the first turn, whichever way each of them goes: it is
+With turns the same. Of a query tile's key tiles the first has the first turn, whichever way each of them goes: that is
 the order in which they are taken. Each waits a turn or two where its diagonal is: by a simulation in which a turn takes
 0.55 of a step 4 to 5 % of a call, where head by head has 9 and misses L2 besides.
 """
