@@ -202,6 +202,8 @@ def test_huge_logits_give_the_mean_of_their_peaks(name, scale, sinks):
 
 THREE = {"rows": 192, "groups": 3, "registers": (32, 160), "overlap": False}
 TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
+THREE_CTAS = {"rows": 64, "groups": 1, "registers": (24, 136), "blocks": 3, "keys": 96, "halfway": True, "slack": 8.0}
+THREE_CTAS |= {"told": True, "bits": True, "workers": 5}
 # With 24 registers the producer of a band spills 12 to 24 bytes here.
 AHEAD = {"turns": True, "workers": 2, "registers": (40, 232)}
 VARIANTS = {
@@ -227,6 +229,15 @@ VARIANTS = {
     "own three halfway": THREE | {"own": True, "overlap": True, "halfway": True, "turns": True, "workers": 3},
     "own three halfway slack 0": THREE
     | {"own": True, "overlap": True, "halfway": True, "turns": True, "workers": 3, "slack": 0.0, "chains": 2},
+    "told": AHEAD | {"told": True, "quick": True},
+    "bits narrow": {"keys": 80, "bits": True},
+    "bits of two words": {"keys": 192, "bits": True},
+    "three CTAs told bits": THREE_CTAS,
+    "two CTAs told bits halfway": TWO_CTAS
+    | {"told": True, "bits": True, "halfway": True, "slack": 8.0, "workers": 4, "quick": True},
+    "own three halfway told bits": THREE
+    | {"own": True, "overlap": True, "halfway": True, "turns": True, "workers": 3, "slack": 8.0}
+    | {"told": True, "bits": True},
     "own narrow": {"own": True, "turns": True, "workers": 2, "keys": 64},
 }
 MANY = Case("many", b=2, t=330, s=300, n=2, k=1, causal=True, q_lens=(330, 140), kv_lens=(300, 170), bottom_right=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa4.kernels.common.dtypes import DTYPES
@@ -60,6 +60,21 @@ def start_output(ctx, out, weights, v, stage):
     wgmma.issue(output_mma(ctx.plan), out, weights, v[None, None, None, stage], False)
 
 
+def bit(n):
+    """An int32 with bit n alone."""
+    return 1 << n if n < 31 else -(1 << 31)
+
+
+@cute.jit
+def below(key, word: cutlass.Constexpr):
+    """A bit for each of the thread's 32 columns from 32 * word on: whether its key, counted from the thread's first, is
+    below this one. With words of bits ptxas sets seven predicates at a time (R2P), where two comparisons a pair were
+    twice as many instructions as there are pairs."""
+    count = 2 * (key >> 3) + cutlass.min(key & 7, 2) - 32 * word
+    count = cutlass.max(cutlass.min(count, 32), 0)
+    return Int32(-1) if count == 32 else (Int32(1) << cutlass.min(count, 31)) - 1
+
+
 @cute.jit
 def hide(ctx, scores, row, key):
     """-inf where the key is not visible to the row; row and key are the thread's first."""
@@ -70,11 +85,20 @@ def hide(ctx, scores, row, key):
             i = query_of(ctx, row + 8 * r)
             begin, end = keys_seen(i, i, ctx.band, cutlass.min, cutlass.max)
             begin, end = begin - key, end - key
-        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-            seen = column_of(c) < end
-            if const_expr(ctx.plan.band):
-                seen = seen & (column_of(c) >= begin)
-            view[r, c] = view[r, c] if seen else -Float32.inf
+        columns = cute.size(view, mode=[1])
+        if const_expr(ctx.plan.bits):
+            for word in cutlass.range_constexpr(-(-columns // 32)):
+                bits = below(end, word)
+                if const_expr(ctx.plan.band):
+                    bits = bits & ~below(begin, word)
+                for c in cutlass.range_constexpr(32 * word, min(32 * word + 32, columns)):
+                    view[r, c] = view[r, c] if (bits & Int32(bit(c % 32))) != 0 else -Float32.inf
+        else:
+            for c in cutlass.range_constexpr(columns):
+                seen = column_of(c) < end
+                if const_expr(ctx.plan.band):
+                    seen = seen & (column_of(c) >= begin)
+                view[r, c] = view[r, c] if seen else -Float32.inf
 
 
 @cute.jit

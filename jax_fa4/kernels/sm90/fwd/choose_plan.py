@@ -14,29 +14,38 @@ _THREE_HALFWAY = {**_THREE, "overlap": True, "halfway": True, "own": True, "slac
 _TWO_CTAS = {"rows": 64, "groups": 1, "registers": (24, 232), "blocks": 2}
 _LIGHT = {"chains": 4, "slack": 8.0}
 _AHEAD = {"workers": SMS, "turns": True}
+_TOLD = {"told": True}
+_TOLD_BITS = {"told": True, "bits": True}
 # (depth of Q and K, of V and O in shared memory, band) -> (longest sequence, fields in place of tiles_for's), the
 # longest ascending; the last serves any length. TFLOP/s on an H200, 2026-11-30, 16k tokens in all, at 1k, 4k and 16k,
 # and of cuDNN 9.19 and FlashAttention-4's own kernels in the same run: 2026-11-30_h200_forward_halfway.txt in
 # docs/measured; with a slack at 4k and 16k: 2026-11-30_h200_forward_slack.txt. What fields do:
 # docs/decisions/hopper_forward_forms.md.
 MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, dict[str, Any]], ...]] = {
-    # 506, 529; 438, 453; 483, 528. Before the slack, with two chains up to 8k: 500, 530. Bases that stay: 1.06 at 16k
-    (64, 64, False): ((0, {**_THREE_HALFWAY, **_AHEAD}),),
-    # 296, 437, 508; 289, 390, 430; 248, 420, 500. Before the slack: 428, 505 at 4k and 16k. At 1k the second: 270
-    (64, 64, True): ((2048, {**_TWO_CTAS, "workers": 2 * SMS}), (0, {**_THREE_HALFWAY, **_AHEAD})),
+    # 506, 529; 438, 453; 483, 528. Before the slack, with two chains up to 8k: 500, 530. Bases that stay: 1.06 at 16k;
+    # told: 1.02, 1.02, 1.01
+    (64, 64, False): ((0, {**_THREE_HALFWAY, **_AHEAD, **_TOLD}),),
+    # 296, 437, 508; 289, 390, 430; 248, 420, 500. Before the slack: 428, 505 at 4k and 16k. At 1k the second: 270.
+    # Told, with bits: at 1k and 2k with the rest 1.22, 1.10; at 4k and 16k 1.04, 1.01. At 1k the second then: 1.08;
+    # three CTAs of 64 x 96 tiles 1.22, 1.08
+    (64, 64, True): (
+        (2048, {**_TWO_CTAS, "workers": 2 * SMS, "halfway": True, "slack": 8.0, **_TOLD_BITS, "quick": True}),
+        (0, {**_THREE_HALFWAY, **_AHEAD, **_TOLD_BITS}),
+    ),
     # 609, 448, 4k only. Before the slack: 578; no overlap, 96 keys: 579
     (96, 96, False): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
     # 517, 383, 4k only. Likewise 503; 490
     (96, 96, True): ((0, {**_THREE_HALFWAY, **_AHEAD, "keys": 112}),),
-    # 589, 620, 664; 497, 574, 604; 506, 618, 640. Before the slack: 606, 659
+    # 589, 620, 664; 497, 574, 604; 506, 618, 640. Before the slack: 606, 659. Told: 1.02, 1.02, 1.00
     (128, 128, False): (
-        (2048, {**_AHEAD, "halfway": True}),
-        (0, {"workers": SMS, "sections": True, "halfway": True, "slack": 8.0}),
+        (2048, {**_AHEAD, **_TOLD, "halfway": True}),
+        (0, {"workers": SMS, "sections": True, "halfway": True, "slack": 8.0, **_TOLD}),
     ),
     # 445, 580, 647; 366, 481, 545; 382, 561, 626. Before the slack: 561, 643; the first at 4k 536, the second at 1k 425
+    # The first now: 1.10 of what 445 was; told and with bits the second is 0.99 at 4k and 16k.
     # Without a slack, 32:4 heads at 4k: 627, cuDNN 504; window of 1024 at 16k: 479, 368
     (128, 128, True): (
-        (2048, {**_AHEAD, "registers": (40, 232)}),
+        (2048, {**_AHEAD, "registers": (40, 232), "halfway": True, "slack": 8.0, **_TOLD_BITS, "quick": True}),
         (0, {**_AHEAD, "registers": (40, 232), "halfway": True, "slack": 8.0}),
     ),
     # 664, 550, 4k only; not halfway 661, light too 672

@@ -27,6 +27,7 @@ class Context:
     out: Any
     full: Any  # dict: ring name -> pointer to its barriers
     empty: Any
+    items: Any = None  # shared: what the load warp tells of query tiles, by stage of q
     # Of one query tile:
     tile: Any = None
     head: Any = None  # the line

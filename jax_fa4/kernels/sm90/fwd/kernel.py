@@ -24,7 +24,8 @@ from jax_fa4.kernels.common.tiles import Order, deal_of, dealt, key_tiles, secti
 from jax_fa4.kernels.sm90.fwd.attend import attend
 from jax_fa4.kernels.sm90.fwd.context import Context
 from jax_fa4.kernels.sm90.fwd.load import load
-from jax_fa4.kernels.sm90.fwd.plan import bind, swizzle_of
+from jax_fa4.kernels.sm90.fwd.plan import ITEM_WORDS, bind, swizzle_of
+from jax_fa4.kernels.sm90.fwd.told import heard
 from jax_fa4.kernels.sm90.rows import LOG2_E, power_of_two
 from jax_fa4.kernels.sm90.wgmma import swizzled
 
@@ -126,9 +127,13 @@ def work(ctx, memory, role: cutlass.Constexpr):
     section = lines_in(ctx, SECTION_BYTES) if plan.sections else None
     order = Order(tiles, lines, tail, ctx.rows // plan.rows, plan.band, section)
     deal = deal_of(order, plan.workers)
+    ends = memory[0][VALUES.left], memory[0][VALUES.right]
     for n in cutlass.range(share(deal, cta, cutlass.min, cutlass.max), unroll=1):
-        tile, line = turned(order, deal, dealt(deal, cta, n, cutlass.min, cutlass.max), cutlass.min, cutlass.max)
-        one = place(ctx, (tile, line % ctx.lines, line // ctx.lines), memory)
+        if const_expr(plan.told and role == "math"):
+            one = heard(ctx, q_at, ends, (memory[1], memory[4]))
+        else:
+            tile, line = turned(order, deal, dealt(deal, cta, n, cutlass.min, cutlass.max), cutlass.min, cutlass.max)
+            one = place(ctx, (tile, line % ctx.lines, line // ctx.lines), memory)
         at = meet(role, one, q_at, at)
         q_at = step(q_at, plan.q_stages)
 
@@ -169,6 +174,9 @@ def forward(
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
     space = memory.allocate_array(Int32, plan.threads // 8) if const_expr(plan.segments) else None
+    items = (
+        memory.allocate_array(Int32, ITEM_WORDS * plan.q_stages, byte_alignment=16) if const_expr(plan.told) else None
+    )
     scale, cap = floats[VALUES.scale], None
     if const_expr(plan.soft_cap):
         limit = floats[VALUES.soft_cap]
@@ -195,6 +203,7 @@ def forward(
         out=(out_atom, out, shared["out"]),
         full=full,
         empty=empty,
+        items=items,
     )
     index, this = cute.arch.block_idx()[0], None
     if const_expr(plan.splits):

@@ -6,6 +6,7 @@ from cutlass import const_expr
 
 from jax_fa4.kernels.common.copies import fetch, views
 from jax_fa4.kernels.common.ring import Place, step, wait
+from jax_fa4.kernels.sm90.fwd.told import tell
 
 
 @cute.jit
@@ -22,6 +23,8 @@ def load(ctx, q_at: Place, at: Place):
         copy_q = views(ctx.q, (plan.rows, plan.inner), ctx.head, ctx.batch)
         if const_expr(plan.workers > 0):
             wait(ctx.empty["q"], q_at)
+        if const_expr(plan.told):
+            tell(ctx, q_at)
         fetch(copy_q, ctx.tile, ctx.full["q"], q_at, plan.rings[0].bytes)
     for n in cutlass.range(ctx.last - ctx.first, unroll=1):
         which = ctx.last - 1 - n

@@ -12,6 +12,7 @@ from jax_fa4.kernels.common.tiles import up
 
 NATIVE_DEPTHS = (64, 96, 128, 192, 256)
 SMS = 132  # of an H100 or H200
+ITEM_WORDS = 8  # of a query tile, see told.py
 DEPTHS = f"multiples of 8 up to {NATIVE_DEPTHS[-1]}"
 
 
@@ -51,6 +52,9 @@ class Plan:
     own: bool = False  # a warpgroup works on those key tiles only that its own 64 rows see, not on all of the CTA's
     blocks: int = 1  # CTAs of an SM: one's start and end beside the other's work
     workers: int = 0  # CTAs in all, each takes its share of the query tiles, loads run ahead; 0: a CTA for each
+    told: bool = False  # with `workers`: the load warp, which is ahead, tells the math warps of the next query tile
+    quick: bool = False  # a row is normalised by an approximate reciprocal, to 2^-23; else by a division
+    bits: bool = False  # which pairs are hidden is a word of bits for each row; else two comparisons for each pair
     sections: bool = False  # order of query tiles: by length over as many heads as L2 holds; else head by head
     chains: int = 1  # independent partial maxima and sums of a row
     slack: float = -1.0  # powers of two that a row's peak may rise before older sums are shrunk; below 0: always shrunk
@@ -71,6 +75,7 @@ class Plan:
         assert not self.turns or self.groups > 1, self.groups
         assert self.overlap or not (self.held or self.halfway), "without overlap no product is left to wait for"
         assert not (self.held and self.halfway), "P V is awaited behind exp2 or halfway through it"
+        assert self.workers or not self.told, "a CTA of one query tile knows it"
         assert not (self.workers and self.segments), "which tiles segments share is found out by the whole CTA"
         assert not (self.workers and self.splits), "CTAs with several query tiles do not share them"
         assert not (self.packed and self.segments), "ids are looked up by row"
@@ -85,7 +90,7 @@ class Plan:
     @property
     def form(self) -> tuple[str, ...]:
         """In words, what tells plans of one kind apart."""
-        named = ("packed", "splits", "sections", "turns", "held", "halfway", "own", "workers")
+        named = ("packed", "splits", "sections", "turns", "held", "halfway", "own", "workers", "told")
         chains = (f"chains {self.chains}",) * (self.chains > 1)
         return (f"{self.rows}x{self.keys}", *(name for name in named if getattr(self, name)), *chains)
 
@@ -172,7 +177,8 @@ class Plan:
         k, v = self.rings[-2:]
         tiles = self.query_bytes + k.stages * k.bytes + v.stages * v.bytes
         minima = 16 * (self.threads // 32) * self.segments  # two exchanges of two numbers a warp
-        return tiles + sum(ring.barrier_bytes for ring in self.rings) + minima
+        items = 4 * ITEM_WORDS * self.q_stages * self.told
+        return tiles + sum(ring.barrier_bytes for ring in self.rings) + minima + items
 
 
 def bind(plan: Plan, e: dict[str, Any], wide: Any = int) -> tuple[Kernel, ...]:

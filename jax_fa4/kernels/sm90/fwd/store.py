@@ -35,7 +35,10 @@ def finish(ctx, row, peak, total):
             inverse[r] = share / whole if lives else 0.0
             lse[r] = (base + cute.math.log2(whole, fastmath=True)) * LN_2
         else:
-            inverse[r] = 1.0 / whole if lives else 0.0
+            if const_expr(ctx.plan.quick):
+                inverse[r] = cute.arch.rcp_approx(whole) if lives else 0.0
+            else:
+                inverse[r] = 1.0 / whole if lives else 0.0
             lse[r] = (top + cute.math.log2(whole, fastmath=True)) * LN_2
     return inverse, lse
 
