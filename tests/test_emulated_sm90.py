@@ -364,6 +364,15 @@ def test_a_front_and_a_tail_are_attention(causal, monkeypatch):
     passes(case, **plan, chains=2)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_query_tiles_are_told_once_their_place_is_free(seed):
+    """Tiles of one step each: the load warp could tell of the third before the math warps have heard of the first."""
+    plan = {"rows": 64, "groups": 1, "registers": (24, 232), "workers": 1, "told": True, "bits": True, "quick": True}
+    passes(
+        Case("told", b=2, t=330, s=100, n=1, k=1, causal=True, q_lens=(330, 140), kv_lens=(100, 70)), seed=seed, **plan
+    )
+
+
 SMALL = {"rows": 64, "groups": 1, "registers": (24, 240), "splits": True}
 SPLIT = {
     "lengths": (Case("split_lengths", b=2, t=70, s=900, n=2, k=1, kv_lens=(900, 130), q_lens=(70, 3)), SMALL),

@@ -273,6 +273,21 @@ def test_few_tiles_are_taken_longest_first_and_share_long_keys():
     assert full[8192].extents({"B": 1, "T": 8192, "S": 8192, "N": 1, "K": 1})["P"] == 2
 
 
+def test_causal_calls_of_short_sequences_have_forms_of_their_own():
+    """As measured on 2026-12-01: several CTAs an SM at depth 64, and whatever hides is told by bits."""
+
+    def chosen(d, length, band=True):
+        return select(problem(d=d, t=length, s=length, n=16, k=16, b=64, band=band), "sm_90a")
+
+    for d, ctas in ((64, 2), (128, 1)):
+        short, long = chosen(d, 2048), chosen(d, 2049)
+        assert (short.blocks, short.workers) == (ctas, 132 * ctas) and short.told and short.bits and short.quick
+        assert short.lazy and long.lazy and not long.quick and long.blocks == 1
+        assert (long.told, long.bits) == (d == 64, d == 64)  # at depth 128 neither gains beyond 2k
+        assert all(chosen(d, length, False).told for length in (1024, 16384))
+    assert not chosen(96, 4096).told  # not timed
+
+
 def problem(d=128, v=None, n=4, k=2, dtype="bfloat16", direction="fwd", b=2, t=200, s=333, **kinds):
     return Problem(AttentionSpec(**kinds), b, t, s, n, k, d, d if v is None else v, dtype, direction)
 
