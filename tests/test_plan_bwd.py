@@ -69,83 +69,73 @@ def test_turns_are_counted_from_0_without_a_gap(case, size, rising):
         assert found == sorted(found, reverse=not rising), "the last keys come first, or rising the first ones"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    bands(),
-    st.sampled_from(SIZES),
-    st.integers(1, 5),
-    st.randoms(use_true_random=False),
-    st.integers(1, 2),
-    st.integers(1, 4),
-    st.integers(0, 3),
-)
-def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers, section, mirrored):
-    """CTAs start in the order of tickets, each runs on when its turn has come; `reducers` tiles may wait at once."""
-    t, s, band = case
-    banded = min(band.left, band.right) < UNBOUNDED
-    tiles, heads = up(s, size[1]), 5
-    visits = [visits_of(t, s, size, band, banded, rising) for rising in (0, 1)]
-    turns = {}
-    waiting = [placed(i, tiles, (heads, mirrored), section) for i in range(tiles * heads)]
-    running = []
+def turns_taken(waiting, wanted, resident, rng, reducers):
+    """How many turns each place has had when all work is done. CTAs start in the order of `waiting`, (key tile, places
+    that it visits), `resident` at a time, each runs on when its turn has come; `reducers` places may wait at once.
+
+    wanted: of a key tile and a place, what its count must be.
+    """
+    turns, running = {}, []
     while waiting or running:
         while waiting and len(running) < resident:
-            tile, head, rising = waiting.pop(0)
-            running.append((tile, head, rising, list(visits[rising][tile])))
+            running.append(waiting.pop(0))
         rng.shuffle(running)
         moved = False
         for item in list(running):
-            tile, head, rising, left = item
-            for m in left[:reducers]:
-                if turns.get((head, m), 0) == turn(tile, key_tiles(m, size, band, banded), rising):
-                    turns[head, m] = turns.get((head, m), 0) + 1
-                    left.remove(m)
-                    moved = True
-                    break
-            if not left:
-                running.remove(item)
-                moved = True
-        assert moved, (case, size, running, turns)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    bands(),
-    st.sampled_from(SIZES),
-    st.integers(1, 5),
-    st.randoms(use_true_random=False),
-    st.integers(1, 2),
-    st.integers(1, 7),
-    st.integers(1, 3),
-)
-def test_ordered_work_that_alternates_ends(case, size, resident, rng, reducers, workers, group):
-    """As above; some key tiles go down from the last queries and others up, and the first keys have the first turns."""
-    t, s, band = case
-    band = band._replace(left=UNBOUNDED)
-    tiles, heads, turns = up(s, size[1]), 5, {}
-    section = abreast(workers, tiles)
-    visits = [visits_of(t, s, size, band, True, rising) for rising in (0, 1)]
-    waiting, running = list(range(tiles * heads)), []
-    while waiting or running:
-        while waiting and len(running) < resident:
-            index = waiting.pop(0)
-            tile, head = sectioned(index, tiles, heads, section, False)
-            way = visits[alternating(index, tiles, section, workers)][tile]
-            running.append((tile, [(head, g, m) for m in way for g in range(group)]))
-        rng.shuffle(running)
-        moved = False
-        for tile, left in list(running):
+            tile, left = item
             for place in left[:reducers]:
-                if turns.get(place, 0) == turn(tile, key_tiles(place[2], size, band, True), 1):
+                if turns.get(place, 0) == wanted(tile, place):
                     turns[place] = turns.get(place, 0) + 1
                     left.remove(place)
                     moved = True
                     break
             if not left:
-                running.remove((tile, left))
+                running.remove(item)
                 moved = True
-        assert moved, (case, size, running, turns)
-    for (_, _, m), count in turns.items():
+        assert moved, (running, turns)
+    return turns
+
+
+ORDERED = (bands(), st.sampled_from(SIZES), st.integers(1, 5), st.randoms(use_true_random=False), st.integers(1, 2))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(*ORDERED, st.integers(1, 4), st.integers(0, 3))
+def test_ordered_work_ends_with_any_number_of_ctas_resident(case, size, resident, rng, reducers, section, mirrored):
+    t, s, band = case
+    banded = min(band.left, band.right) < UNBOUNDED
+    tiles, heads = up(s, size[1]), 5
+    visits = [visits_of(t, s, size, band, banded, rising) for rising in (0, 1)]
+    waiting, ways = [], {}
+    for i in range(tiles * heads):
+        tile, head, rising = placed(i, tiles, (heads, mirrored), section)
+        ways[head] = rising
+        waiting.append((tile, [(head, m) for m in visits[rising][tile]]))
+
+    def wanted(tile, place):
+        return turn(tile, key_tiles(place[1], size, band, banded), ways[place[0]])
+
+    turns_taken(waiting, wanted, resident, rng, reducers)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(*ORDERED, st.integers(1, 7), st.integers(1, 3))
+def test_ordered_work_that_alternates_ends(case, size, resident, rng, reducers, workers, group):
+    """Some key tiles go down from the last queries and others up, and the first keys have the first turns."""
+    t, s, band = case
+    band = band._replace(left=UNBOUNDED)
+    tiles, heads = up(s, size[1]), 5
+    section = abreast(workers, tiles)
+    visits, waiting = [visits_of(t, s, size, band, True, rising) for rising in (0, 1)], []
+    for i in range(tiles * heads):
+        tile, head = sectioned(i, tiles, heads, section, False)
+        way = visits[alternating(i, tiles, section, workers)][tile]
+        waiting.append((tile, [(head, g, m) for m in way for g in range(group)]))
+
+    def wanted(tile, place):
+        return turn(tile, key_tiles(place[2], size, band, True), 1)
+
+    for (_, _, m), count in turns_taken(waiting, wanted, resident, rng, reducers).items():
         first, last = key_tiles(m, size, band, True)
         assert count == last - first
 
