@@ -58,6 +58,11 @@ DEPTHS = [
     Case("d128_causal", t=260, s=260, d=128, causal=True, **ONE),
     Case("d192_128_causal", t=140, s=260, d=192, v=128, causal=True, **ONE),
 ]
+BY_16 = [  # O leaves by 16 columns
+    Case("segments_cap", b=2, t=150, s=200, n=1, k=1, soft_cap=4.0, segments=3, kv_lens=(200, 130)),
+    Case("segments_sinks_d192_104", t=140, s=200, d=192, v=104, sinks=True, segments=3, **ONE),
+    Case("decode_cap_sinks", b=1, t=1, s=520, n=4, k=1, soft_cap=4.0, sinks=True),
+]
 SEVERAL = {"workers": 1}  # one CTA takes all pairs of query tiles
 OTHER: list[tuple[Case, dict[str, Any]]] = [
     (Case("again", t=520, s=140, kv_lens=(130,), **ONE), SEVERAL),
@@ -67,7 +72,7 @@ OTHER: list[tuple[Case, dict[str, Any]]] = [
 ]
 CASES: list[tuple[Case, dict[str, Any]]] = [
     *((Case(f"len_{t}x{s}", t=t, s=s, **ONE), {}) for t, s in LENGTHS),
-    *((case, {}) for case in (*BANDS, *KINDS, *DEPTHS)),
+    *((case, {}) for case in (*BANDS, *KINDS, *DEPTHS, *BY_16)),
     *OTHER,
 ]
 MANY = ("len_300x520", "causal_257x257", "again_small_ring")
