@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from verifier import ledger, run, runs  # noqa: E402
 from verifier.kinds import kinds  # noqa: E402
 
+ADDS = "cp.reduce.async.bulk"
 WHAT = "The verifier's verdicts on the sm_100a kernels. No Blackwell card has run them."
 
 
@@ -46,6 +47,7 @@ def about(r: runs.Run) -> dict[str, Any]:
         "code": ledger.code_digest(r.plan.launcher),
         "ptx": digest_of(r.plan),
         "scene": scene_of(r),
+        **({"additions": "judged as stores, see tests/verifier/stores.py"} if ADDS in runs.built(r.plan) else {}),
     }
 
 

@@ -15,6 +15,7 @@ from jax_fa4.mask import UNBOUNDED
 from verifier import run
 from verifier.describe import chosen_lines
 from verifier.kinds import kinds
+from verifier.stores import additions_as_stores, has_additions
 from verifier.told import told_ranges, told_tiles, told_turns
 
 # What branches on data do. In the forward True keeps O and False rescales it; with segments True is a tile of one
@@ -170,7 +171,8 @@ def launched(r: Run, ptx: str | None = None) -> dict[str, Launch]:
         made["backward"] = replace(main, ptx=told_ranges(main.ptx, main.entry, which, ranges))
     if getattr(r.plan, "ordered", False):
         made |= _collected(r, bind, ptx, made["bwd_post"])
-    return made
+    # One CTA or pair adds to dQ, to other rows at each step: what is asked of stores holds, and is answered sooner.
+    return {name: additions_as_stores(one, "work") if has_additions(one) else one for name, one in made.items()}
 
 
 def _collected(r: Run, bind: Any, ptx: str, post: Launch) -> dict[str, Launch]:
