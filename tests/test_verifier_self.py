@@ -17,8 +17,9 @@ REFERENCE = run.Reference(Path(__file__).parent / "verifier" / "reference_gemm.p
     "micro", (add.MICRO, copy.MICRO, power.MICRO, gemm.micro(1), gemm.micro(3)), ids=lambda m: m.module
 )
 def test_right_kernels_are_safe(micro):
-    verdict = run.judge(build.launched(micro))
-    assert verdict.safe, verdict
+    for every_order in (False, True):
+        verdict = run.judge(build.launched(micro), every_order=every_order)
+        assert verdict.safe and verdict.peak_mib > 0, verdict
 
 
 def test_a_store_by_32_lanes_is_race_free_with_warnings():
@@ -28,15 +29,19 @@ def test_a_store_by_32_lanes_is_race_free_with_warnings():
     text = drop(r"@%p\d+ bra[^\n]*", -1)(build.ptx(copy.MICRO))
     verdict = run.judge(build.launched(copy.MICRO, text))
     assert verdict.result == "race_free" and verdict.warnings > 0 and not verdict.safe, verdict
+    verdict = run.judge(build.launched(copy.MICRO, text), every_order=True)
+    assert verdict.result == "potential_race" and not verdict.safe, verdict
 
 
 @pytest.mark.parametrize("name", GEMM_UNSAFE)
 def test_an_unsafe_mutant_is_caught(name):
-    """Three steps on two stages, so that the ring wraps: a stage freed too early passes otherwise."""
+    """Three steps on two stages, so that the ring wraps: a stage freed too early passes otherwise. By both searches."""
     micro = gemm.micro(3)
-    verdict = run.judge(build.launched(micro, GEMM_UNSAFE[name](build.ptx(micro))), timeout=60)
+    launch = build.launched(micro, GEMM_UNSAFE[name](build.ptx(micro)))
+    verdict, other = (run.judge(launch, timeout=60, every_order=x) for x in (False, True))
     assert not verdict.safe, verdict
     assert verdict.result not in ("None", "timeout", "invalid_input"), verdict
+    assert other.result == verdict.result and other.seconds > 0, other
 
 
 @equality

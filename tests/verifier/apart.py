@@ -14,7 +14,7 @@ from typing import Any
 
 
 def verify(folder: Path, **words: Any) -> dict[str, Any]:
-    """What `sentryward.verify` returns for these words, of which `ptx` is the first; the folder takes them along."""
+    """What `ask.ask` returns for these words, of which `ptx` is the first; the folder takes them along."""
     at = folder / "words.json"
     at.write_text(json.dumps(words))
     done = subprocess.run([sys.executable, __file__, str(at)], capture_output=True, text=True, check=False)
@@ -24,7 +24,7 @@ def verify(folder: Path, **words: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import sentryward
+    from ask import ask  # beside this file
 
     words = json.loads(Path(sys.argv[1]).read_text())
-    print(json.dumps(sentryward.verify(words.pop("ptx"), **words), default=str))
+    print(json.dumps(ask(words.pop("ptx"), **words), default=str))

@@ -37,14 +37,15 @@ def packed(r: runs.Run, folder: Path) -> dict[str, Any]:
     files = {}
     for name, one in runs.launched(r).items():
         words = json.dumps(kernel_input(one, r.scene.arm if chosen_lines(one) else None))
-        files[name] = [_put(folder, normal(one.ptx), ".ptx.xz"), _put(folder, words, ".json")]
+        files[name] = [_put(folder, normal(one.ptx), ".ptx.xz"), _put(folder, words, ".json"), runs.every_order(r)]
     return {**matrix.about(r), "files": files}
 
 
 def pack(folder: Path, starts: list[str]) -> int:
     """The most important runs first in the index, but all scenes of a kind at a time: they share a compile."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parent / "judge_folder.py", folder)
+    for name in ("judge_folder.py", "ask.py"):
+        shutil.copy(Path(__file__).parent / name, folder)
     known, made, ranks = ledger.read()["runs"], {}, {}
     for r in sorted(matrix.wanted(list(runs.runs()), starts), key=lambda r: r.kind):
         entry = known.get(r.name)

@@ -20,15 +20,16 @@ MEMORY_MIB = 8000
 KEPT = ("result", "warning_count", "elapsed_seconds", "peak_rss_mib")
 
 
-def judged(name: str, kernel: str, files: list[str], timeout: int) -> dict[str, Any]:
-    """What the verifier says of one kernel of a run, as far as the ledger wants it."""
-    from sentryward import verify
+def judged(name: str, kernel: str, files: list[Any], timeout: int) -> dict[str, Any]:
+    """What the verifier says of one kernel of a run, as far as the ledger wants it. files: PTX, input, which search."""
+    from ask import ask  # beside this file
 
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "k.ptx")
         try:
             ptx.write_bytes(lzma.decompress((HERE / files[0]).read_bytes()))
-            r = verify(str(ptx), input=str(HERE / files[1]), timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB)
+            words = {"timeout_seconds": timeout, "memory_limit_mib": MEMORY_MIB, "every_order": files[2]}
+            r = ask(str(ptx), input=str(HERE / files[1]), **words)
         except Exception as error:  # a word about one must not end the others
             r = {"result": "tool_failure", "diagnostics": [{"message": f"{type(error).__name__}: {str(error)[:300]}"}]}
     return {"run": name, "kernel": kernel, **{k: r.get(k) for k in KEPT}, "diagnostics": r.get("diagnostics", [])[:4]}
@@ -43,7 +44,7 @@ def main() -> int:
     index = json.loads((HERE / "index.json").read_text())
     todo = [(n, k, f) for n, e in index.items() for k, f in e["files"].items() if (n, k) not in done]
 
-    def one(work: tuple[str, str, list[str]]) -> dict[str, Any] | None:
+    def one(work: tuple[str, str, list[Any]]) -> dict[str, Any] | None:
         left = int(until - time.time())
         return judged(*work, min(timeout, left)) if left > 5 else None
 

@@ -48,6 +48,7 @@ def about(r: runs.Run) -> dict[str, Any]:
         "ptx": digest_of(r.plan),
         "scene": scene_of(r),
         **({"additions": "judged as stores, see tests/verifier/stores.py"} if ADDS in runs.built(r.plan) else {}),
+        **({"search": "every order, see tests/verifier/ask.py"} if runs.every_order(r) else {}),
     }
 
 

@@ -58,17 +58,23 @@ class Reference:
     constants: dict[str, float] = field(default_factory=dict)
 
 
-def judge(launch: Launch, arm: bool | int | None = None, reference: Reference | None = None, timeout: int = 900):
-    """Runs the verifier on one launch. The verdict holds for the arm that was chosen."""
+def judge(
+    launch: Launch,
+    arm: bool | int | None = None,
+    reference: Reference | None = None,
+    timeout: int = 900,
+    every_order: bool = False,
+) -> Verdict:
+    """Runs the verifier on one launch. The verdict holds for the arm that was chosen. every_order: see ask.py."""
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         (at / "k.ptx").write_text(normal(launch.ptx))
         (at / "k.json").write_text(json.dumps(kernel_input(launch, arm)))
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {"every_order": True} if every_order else {}
         if reference is not None:
             bound = binding(launch, list(reference.inputs), list(reference.outputs), reference.constants)
             (at / "k.bind.json").write_text(json.dumps(bound))
-            more = {"reference": str(reference.path), "reference_binding": str(at / "k.bind.json")}
+            more |= {"reference": str(reference.path), "reference_binding": str(at / "k.bind.json")}
         words = {"ptx": str(at / "k.ptx"), "input": str(at / "k.json"), **more}
         r = verify(at, **words, timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB)
     return verdict_of(r)

@@ -199,5 +199,10 @@ def judge(r: Run, ptx: str | None = None, timeout: int = 900) -> dict[str, run.V
     """The verdict on each kernel of the call."""
     found = {}
     for name, one in launched(r, ptx).items():
-        found[name] = run.judge(one, r.scene.arm if chosen_lines(one) else None, None, timeout)
+        found[name] = run.judge(one, r.scene.arm if chosen_lines(one) else None, None, timeout, every_order(r))
     return found
+
+
+def every_order(r: Run) -> bool:
+    """Which search of the verifier is the quick one."""
+    return bool(r.plan.segments) and r.plan.direction == "bwd"
