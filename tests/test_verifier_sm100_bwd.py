@@ -12,6 +12,7 @@ from launch import launches
 from micro import build as micro_build
 from verifier import run
 from verifier.mutate import drop, drop_wait
+from verifier.stores import additions_as_stores
 from verifier.told import told_turns
 
 from jax_fa4.kernels.sm100.bwd.plan import Plan, bind
@@ -34,7 +35,7 @@ def judge(plan, queries, lengths=None, edit=lambda ptx: ptx, timeout=900):
     values = {"ints": [UNBOUNDED, UNBOUNDED, *(lengths or (queries, 128)), 0]}
     ptx = edit(built(plan))
     _, main, _ = launches(plan, bind, sizes, told_turns(ptx) if plan.ordered else ptx, values)
-    return run.judge(main, None, None, timeout)
+    return run.judge(additions_as_stores(main, "work"), None, None, timeout)
 
 
 def test_a_step_is_safe():
