@@ -16,7 +16,8 @@ def told_turns(ptx: str) -> str:
     """Of a backward with turns: a ticket is the CTA's number (of a lone pair: 0), and the turn has come.
 
     What gives turns up, additions or names, is left out: sentryward 0.1.1 has no words for it. Nor has it any for plain
-    bulk stores, which the first in turn does: they stand as bulk additions, which read the same bytes of shared memory.
+    bulk stores, which the first in turn does: they stand as bulk additions, which read the same bytes of shared memory,
+    and as what these stand as in stores.py.
     That nobody else writes where they store is the turns' doing, which is the emulator's to judge.
     """
     ptx, stored = re.subn(
