@@ -161,8 +161,9 @@ def test_segments_are_judged(today):
 
     r = next(r for r in runs.runs() if r.name == "bwd D64 segments: ragged")
     ptx = runs.built(r.plan)
-    assert run.judge(runs.launched(r, ptx)["backward"], r.scene.arm).safe
-    broken = run.judge(runs.launched(r, drop_wait(1)(ptx))["backward"], r.scene.arm)
+    how = {"arm": r.scene.arm, "every_order": runs.every_order(r)}
+    assert run.judge(runs.launched(r, ptx)["backward"], **how).safe
+    broken = run.judge(runs.launched(r, drop_wait(1)(ptx))["backward"], **how)
     assert not broken.safe and broken.result not in ("None", "timeout"), broken
 
 
