@@ -106,7 +106,6 @@ def test_an_addition_to_another_buffer_has_no_verdict():
 
 def test_stores_go_where_additions_go():
     memory = {"work": np.zeros(1024, np.float32), "other": np.zeros(1024, np.float32)}
-    one = launched(2048)
     stores = as_stores(2048)
     *before, added = stores.parameters
     stores = replace(stores, parameters=(*before, replace(added, value=replace(added.value, shape=(1024,)))))
